@@ -1,0 +1,141 @@
+#!/usr/bin/env -S uv run --script
+# /// script
+# dependencies = ["nox[uv]>=2026.4"]
+# ///
+"""Every check of the workspace.  `nox` runs what CI runs; `nox -l` lists all, with one line each."""
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2026.4"
+nox.options.default_venv_backend = "uv"
+
+ROOT = Path(__file__).parent
+KERNEL = "packages/flash-kernel"
+LLM = "packages/tiny-llm"
+BENCH = "packages/attn-bench"
+
+
+def sync(session: nox.Session, *args: str) -> None:
+    """Install exactly what uv.lock says into the session's own environment."""
+    session.run_install(
+        "uv",
+        "sync",
+        "--locked",
+        "--no-default-groups",
+        f"--python={session.virtualenv.location}",
+        *args,
+        env={"UV_PROJECT_ENVIRONMENT": session.virtualenv.location},
+    )
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting with ruff."""
+    sync(session, "--only-group=lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """Check types with mypy in strict mode."""
+    sync(session, "--all-packages", "--all-extras", "--group=typing", "--all-groups")
+    session.run("mypy", f"{KERNEL}/src", f"{LLM}/src", f"{BENCH}/src")
+
+
+@nox.session(name="tests-kernel")
+def tests_kernel(session: nox.Session) -> None:
+    """Test flash-kernel with nothing of the other packages installed."""
+    sync(session, "--package=flash-kernel", "--group=test")
+    session.run("pytest", KERNEL, *session.posargs, env={"FLASH_KERNEL_ISOLATED": "1"})
+
+
+@nox.session(name="tests-llm")
+@nox.parametrize("extra", ["none", "flash"])
+def tests_llm(session: nox.Session, extra: str) -> None:
+    """Test tiny-llm without and with its optional extra `flash`."""
+    extras = [] if extra == "none" else [f"--extra={extra}"]
+    sync(session, "--package=tiny-llm", "--group=test", *extras)
+    session.run("pytest", LLM, *session.posargs, env={"TINY_LLM_EXTRA": extra})
+
+
+@nox.session(name="tests-bench")
+def tests_bench(session: nox.Session) -> None:
+    """Test attn-bench over both other packages."""
+    sync(session, "--package=attn-bench", "--group=test")
+    session.run("pytest", BENCH, *session.posargs)
+
+
+@nox.session(name="wheel-kernel")
+def wheel_kernel(session: nox.Session) -> None:
+    """Build flash-kernel's wheel, install only that, and run its tests against it."""
+    dist = Path(session.create_tmp()).resolve() / "dist"
+    session.run(
+        "uv", "build", "--package=flash-kernel", "--clear", f"--out-dir={dist}", external=True
+    )
+    (wheel,) = dist.glob("*.whl")
+    pins = dist / "pins.txt"
+    session.run(
+        "uv",
+        "export",
+        "--locked",
+        "--quiet",
+        "--package=flash-kernel",
+        "--group=test",
+        "--no-default-groups",
+        "--no-emit-workspace",
+        "--no-hashes",
+        "-o",
+        str(pins),
+        external=True,
+        silent=True,
+    )
+    session.install(str(wheel), "-r", str(pins))
+    with session.chdir(dist):
+        session.run(
+            "pytest",
+            str(ROOT / KERNEL / "tests"),
+            "-c",
+            str(ROOT / "pyproject.toml"),
+            f"--rootdir={dist}",
+            "-p",
+            "no:cacheprovider",
+            *session.posargs,
+            env={"FLASH_KERNEL_ISOLATED": "1"},
+        )
+
+
+@nox.session(name="compile-kernel")
+@nox.parametrize("triton", ["3.6.0", "3.9.0"])
+def compile_kernel(session: nox.Session, triton: str) -> None:
+    """Compile the kernels for several GPUs, with no GPU, by the oldest and the newest Triton."""
+    sync(session, "--package=flash-kernel", "--group=test")
+    # only Triton is exchanged: the compile-only tests never launch, so torch's own pin is moot
+    # (Triton 3.6's interpreter fails with numpy 2.4)
+    session.install("--no-deps", f"triton=={triton}", "numpy<2.4")
+    session.run(
+        "pytest",
+        f"{KERNEL}/tests/test_compile_only.py",
+        f"{KERNEL}/tests/test_forward.py",
+        f"{KERNEL}/tests/test_backward.py",
+        *session.posargs,
+        env={"FLASH_KERNEL_EXPECT_TRITON": triton},
+    )
+
+
+@nox.session(name="lowest-kernel", default=False)
+def lowest_kernel(session: nox.Session) -> None:
+    """Test flash-kernel on the oldest torch and Triton it allows (downloads several GB)."""
+    session.install(
+        "--resolution=lowest-direct", f"./{KERNEL}", "--group", f"{KERNEL}/pyproject.toml:test"
+    )
+    session.run("pytest", KERNEL, *session.posargs)
+
+
+@nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """Run every package's tests on this machine's GPU."""
+    sync(session, "--all-packages", "--all-extras", "--group=test")
+    session.run("pytest", KERNEL, LLM, BENCH, *session.posargs, env={"FLASH_KERNEL_EXPECT_GPU": "1"})

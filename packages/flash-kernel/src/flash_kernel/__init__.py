@@ -1,0 +1,34 @@
+"""FlashAttention in pure Python: torch and Triton, nothing to build.
+
+    from flash_kernel import flash_attention
+    o = flash_attention(q, k, v, is_causal=True)
+
+Importing this package needs torch alone.  Triton is imported when a kernel is first launched, einx
+when the mock is first used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from flash_kernel.api import flash_attention
+from flash_kernel.autograd import FlashAttention
+from flash_kernel.reference import attention_reference
+
+if TYPE_CHECKING:
+    from flash_kernel.mock import FlashAttentionMock
+
+__version__ = "0.1.0"
+__all__ = [
+    "FlashAttention",
+    "FlashAttentionMock",
+    "attention_reference",
+    "flash_attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FlashAttentionMock":
+        from flash_kernel.mock import FlashAttentionMock
+
+        return FlashAttentionMock
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)

@@ -1,0 +1,196 @@
+"""Memory-linear backward: the scores are rebuilt tile by tile from q, k and the saved lse.
+
+    p  = exp(s - lse)            dv = p^T do            dp = do v^T
+    ds = p * (dp - delta)        dk = scale * ds^T q    dq = scale * ds k
+    delta = rowsum(do * o) - dlse
+
+FlashAttention-2 (Dao, 2023, arXiv 2307.08691), algorithm 2, as two kernels: one program owns a tile
+of keys and walks the queries (dk, dv); another owns a tile of queries and walks the keys (dq).  The
+scores are computed twice, seven matrix products instead of five, but nothing is added across
+programs: the result is bitwise repeatable, and no float32 copy of dq is kept.
+"""
+
+import triton
+import triton.language as tl
+
+from flash_kernel._triton.primitives import (
+    INF,
+    LOG2_E,
+    head_and_tile,
+    key_range,
+    load_rows,
+    query_range,
+    rows_of,
+    store_rows,
+    visible_keys,
+)
+
+
+@triton.jit(do_not_specialize=["num_heads", "seqlen_q"])
+def flash_attention_row_statistics_kernel(
+    o, do, lse_ptr, dlse_ptr, statistics_ptr, o_strides, do_strides, num_heads, seqlen_q, padded_q,
+    HAS_DLSE: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Write lse * log2(e) and delta = rowsum(do * o) - dlse as float32 ``[B, H, 2, padded_q]``.
+
+    Rows past the end, and rows that saw no key (lse = -inf), get lse = +inf: their p is then 0, and
+    the loops that read these rows need no mask for them.
+    """
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+    batch_head, tile = head_and_tile()
+    batch = (batch_head // num_heads).to(tl.int32)
+    head = (batch_head % num_heads).to(tl.int32)
+    row = tile * BLOCK_M
+    rows = row + tl.arange(0, BLOCK_M)
+    o_i = load_rows(rows_of(o, o_strides, batch, head, seqlen_q, SPEC), row, BLOCK_M, SPEC)
+    do_i = load_rows(rows_of(do, do_strides, batch, head, seqlen_q, SPEC), row, BLOCK_M, SPEC)
+    delta = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), axis=1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + batch_head * seqlen_q + rows, mask=rows < seqlen_q, other=0.0)
+    lse = tl.load(lse_ptr + batch_head * seqlen_q + rows, mask=rows < seqlen_q, other=INF)
+    lse_log2 = tl.where(lse == -INF, INF, lse * LOG2_E)
+    statistics_ptr += batch_head * 2 * padded_q
+    tl.store(statistics_ptr + rows, lse_log2, mask=rows < padded_q)
+    tl.store(statistics_ptr + padded_q + rows, delta, mask=rows < padded_q)
+
+
+@triton.jit
+def load_row_statistics(statistics_ptr, row, padded_q, SPEC: tl.constexpr):
+    """lse in units of log2, and delta, of one query tile: both ``[BLOCK_M]``."""
+    rows = row + tl.arange(0, SPEC.BLOCK_M)
+    return tl.load(statistics_ptr + rows), tl.load(statistics_ptr + padded_q + rows)
+
+
+@triton.jit
+def accumulate_dk_dv(
+    dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, padded_q, col, start, end, seqlen_k, scale_log2,
+    MASKED: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Add the query rows ``[start, end)``, tile by tile, to dk and dv of one key tile.
+
+    Scores are built transposed, ``[BLOCK_N, BLOCK_M]``, so that p^T and ds^T feed the next products
+    straight from registers.
+    """
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+    cols = col + tl.arange(0, SPEC.BLOCK_N)
+    for row in tl.range(start, end, BLOCK_M):
+        row = tl.multiple_of(row, BLOCK_M)
+        rows = row + tl.arange(0, BLOCK_M)
+        q_i = load_rows(q, row, BLOCK_M, SPEC)
+        lse_log2, delta = load_row_statistics(statistics_ptr, row, padded_q, SPEC)
+        s_t = tl.dot(k_j, q_i.T, input_precision=SPEC.PRECISION)
+        p_t = tl.math.exp2(s_t * scale_log2 - lse_log2[None, :])
+        if MASKED:
+            visible = visible_keys(rows[None, :], cols[:, None], q.num_rows, seqlen_k, SPEC)
+            p_t = tl.where(visible, p_t, 0.0)
+        do_i = load_rows(do, row, BLOCK_M, SPEC)
+        dv_j = tl.dot(p_t.to(do_i.dtype), do_i, dv_j, input_precision=SPEC.PRECISION)
+        dp_t = tl.dot(v_j, do_i.T, input_precision=SPEC.PRECISION)
+        ds_t = p_t * (dp_t - delta[None, :])
+        dk_j = tl.dot(ds_t.to(q_i.dtype), q_i, dk_j, input_precision=SPEC.PRECISION)
+    return dk_j, dv_j
+
+
+@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "seqlen_k"])
+def flash_attention_dk_dv_kernel(
+    q, k, v, do, dk, dv, statistics_ptr,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    num_heads, seqlen_q, padded_q, seqlen_k, scale, scale_log2, SPEC: tl.constexpr,
+):  # fmt: skip
+    """dk and dv, one key tile a program; grid ``(batch * num_heads, cdiv(seqlen_k, BLOCK_N))``."""
+    BLOCK_N: tl.constexpr = SPEC.BLOCK_N
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    batch_head, tile = head_and_tile()
+    batch = (batch_head // num_heads).to(tl.int32)
+    head = (batch_head % num_heads).to(tl.int32)
+    col = tile * BLOCK_N
+
+    q_rows = rows_of(q, q_strides, batch, head, seqlen_q, SPEC)
+    k_rows = rows_of(k, k_strides, batch, head, seqlen_k, SPEC)
+    v_rows = rows_of(v, v_strides, batch, head, seqlen_k, SPEC)
+    do_rows = rows_of(do, do_strides, batch, head, seqlen_q, SPEC)
+    dk_rows = rows_of(dk, dk_strides, batch, head, seqlen_k, SPEC)
+    dv_rows = rows_of(dv, dv_strides, batch, head, seqlen_k, SPEC)
+    statistics_ptr += batch_head * 2 * padded_q
+
+    k_j = load_rows(k_rows, col, BLOCK_N, SPEC)
+    v_j = load_rows(v_rows, col, BLOCK_N, SPEC)
+    dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+
+    # rows past the end have p = 0, keys past the end are not stored: only causality needs a mask
+    start, full = query_range(col, seqlen_q, seqlen_k, SPEC)
+    if SPEC.IS_CAUSAL:
+        dk_j, dv_j = accumulate_dk_dv(
+            dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, start, full,
+            seqlen_k, scale_log2, True, SPEC,
+        )  # fmt: skip
+    dk_j, dv_j = accumulate_dk_dv(
+        dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, full, seqlen_q,
+        seqlen_k, scale_log2, False, SPEC,
+    )  # fmt: skip
+    store_rows(dk_rows, dk_j * scale, col, BLOCK_N, SPEC)
+    store_rows(dv_rows, dv_j, col, BLOCK_N, SPEC)
+
+
+@triton.jit
+def accumulate_dq(
+    dq_i, q_i, do_i, lse_log2, delta, k, v, row, start, end, seqlen_q, scale_log2,
+    MASKED: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Add the keys ``[start, end)``, tile by tile, to dq of one query tile."""
+    BLOCK_N: tl.constexpr = SPEC.BLOCK_N
+    rows = row + tl.arange(0, SPEC.BLOCK_M)
+    for col in tl.range(start, end, BLOCK_N):
+        k_j = load_rows(k, col, BLOCK_N, SPEC)
+        s_ij = tl.dot(q_i, k_j.T, input_precision=SPEC.PRECISION)
+        p_ij = tl.math.exp2(s_ij * scale_log2 - lse_log2[:, None])
+        if MASKED:
+            cols = col + tl.arange(0, BLOCK_N)
+            visible = visible_keys(rows[:, None], cols[None, :], seqlen_q, k.num_rows, SPEC)
+            p_ij = tl.where(visible, p_ij, 0.0)
+        v_j = load_rows(v, col, BLOCK_N, SPEC)
+        dp_ij = tl.dot(do_i, v_j.T, input_precision=SPEC.PRECISION)
+        ds_ij = p_ij * (dp_ij - delta[:, None])
+        dq_i = tl.dot(ds_ij.to(k_j.dtype), k_j, dq_i, input_precision=SPEC.PRECISION)
+    return dq_i
+
+
+@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "seqlen_k"])
+def flash_attention_dq_kernel(
+    q, k, v, do, dq, statistics_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides,
+    num_heads, seqlen_q, padded_q, seqlen_k, scale, scale_log2, SPEC: tl.constexpr,
+):  # fmt: skip
+    """dq, one query tile a program; grid ``(batch * num_heads, cdiv(seqlen_q, BLOCK_M))``."""
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    batch_head, tile = head_and_tile()
+    if SPEC.IS_CAUSAL:
+        tile = tl.num_programs(1) - 1 - tile  # the longest rows start first
+    batch = (batch_head // num_heads).to(tl.int32)
+    head = (batch_head % num_heads).to(tl.int32)
+    row = tile * BLOCK_M
+
+    q_rows = rows_of(q, q_strides, batch, head, seqlen_q, SPEC)
+    k_rows = rows_of(k, k_strides, batch, head, seqlen_k, SPEC)
+    v_rows = rows_of(v, v_strides, batch, head, seqlen_k, SPEC)
+    do_rows = rows_of(do, do_strides, batch, head, seqlen_q, SPEC)
+    dq_rows = rows_of(dq, dq_strides, batch, head, seqlen_q, SPEC)
+
+    q_i = load_rows(q_rows, row, BLOCK_M, SPEC)
+    do_i = load_rows(do_rows, row, BLOCK_M, SPEC)
+    lse_log2, delta = load_row_statistics(
+        statistics_ptr + batch_head * 2 * padded_q, row, padded_q, SPEC
+    )
+    dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    full, end = key_range(row, seqlen_q, seqlen_k, SPEC)
+    dq_i = accumulate_dq(
+        dq_i, q_i, do_i, lse_log2, delta, k_rows, v_rows, row, 0, full, seqlen_q, scale_log2,
+        False, SPEC,
+    )  # fmt: skip
+    dq_i = accumulate_dq(
+        dq_i, q_i, do_i, lse_log2, delta, k_rows, v_rows, row, full, end, seqlen_q, scale_log2,
+        True, SPEC,
+    )  # fmt: skip
+    store_rows(dq_rows, dq_i * scale, row, BLOCK_M, SPEC)

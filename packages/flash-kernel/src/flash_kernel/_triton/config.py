@@ -1,0 +1,118 @@
+"""What a kernel is compiled for: the specification it is handed, and the tile sizes to choose."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """The compile-time side of a launch, passed to a kernel as one ``tl.constexpr``.
+
+    One kernel is compiled for each distinct value, whatever the sequence lengths.
+    """
+
+    HEAD_DIM: int
+    BLOCK_D: int  # HEAD_DIM padded to a power of two, at least 16: what tl.dot takes
+    BLOCK_M: int  # query rows of a tile
+    BLOCK_N: int  # key rows of a tile
+    IS_CAUSAL: bool
+    PRESCALED: bool  # scores are scaled before the running maximum is taken (scale <= 0)
+    PRECISION: str  # of a float32 product: "ieee" or "tf32"; other dtypes have but one
+    USE_DESCRIPTORS: bool  # tiles move through tensor descriptors (TMA), not through pointers
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """Tile sizes and launch options of one kernel."""
+
+    block_m: int = 64
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class KernelConfigs:
+    """The block configurations of the three kernels that share a table entry."""
+
+    forward: BlockConfig
+    dk_dv: BlockConfig
+    dq: BlockConfig
+
+
+def _configs(
+    forward: tuple[int, ...], dk_dv: tuple[int, ...], dq: tuple[int, ...]
+) -> KernelConfigs:
+    return KernelConfigs(*(BlockConfig(*config) for config in (forward, dk_dv, dq)))
+
+
+# (BLOCK_M, BLOCK_N, warps, stages) of the forward, dk/dv and dq kernels, by generation and BLOCK_D.
+HALF_PRECISION = {
+    # up to 227 KiB of shared memory; the best of the sweep in docs/tuning-log.md, on an H200
+    "hopper": {
+        64: _configs((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
+        128: _configs((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3)),
+        256: _configs((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 3)),
+    },
+    # up to 99 KiB (sm_86, sm_89, sm_120)
+    "ampere": {
+        64: _configs((128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
+        128: _configs((128, 64, 8, 2), (32, 64, 4, 2), (64, 32, 4, 2)),
+        256: _configs((64, 32, 4, 2), (32, 32, 4, 1), (32, 32, 4, 1)),
+    },
+    # up to 64 KiB (sm_75, AMD)
+    "portable": {
+        64: _configs((64, 64, 4, 1), (32, 64, 4, 1), (64, 32, 4, 1)),
+        128: _configs((64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+        256: _configs((32, 32, 4, 1), (16, 16, 4, 1), (16, 16, 4, 1)),
+    },
+}
+
+# A float32 tile takes twice the room, and its exact products run on no tensor core.
+_FLOAT32_SMALL = {
+    64: _configs((64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+    128: _configs((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
+}
+_FLOAT32_LARGE = _FLOAT32_SMALL | {256: _configs((32, 16, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1))}
+# 64 KiB do not hold the backward of a head_dim above 128
+FLOAT32 = {"hopper": _FLOAT32_LARGE, "ampere": _FLOAT32_LARGE, "portable": _FLOAT32_SMALL}
+
+MAX_TILES = 65535  # programs along the second axis of a grid, that of the tiles
+
+
+def compute_capability(device: torch.device) -> int:
+    """Return 90 for an NVIDIA GPU of compute capability 9.0, and 0 for any other device."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def generation(capability: int) -> str:
+    """Return the table's name for a compute capability, 90 for 9.0; 0 stands for no NVIDIA GPU."""
+    if 90 <= capability < 120:
+        return "hopper"
+    return "ampere" if capability >= 80 else "portable"
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Return the power of two, at least 16, that a tile of ``head_dim`` columns is padded to."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def configs_for(head_dim: int, dtype: torch.dtype, device: torch.device) -> KernelConfigs | None:
+    """Return the configurations of a head dim; None if it is larger than the table knows."""
+    table = FLOAT32 if dtype == torch.float32 else HALF_PRECISION
+    of_device = table[generation(compute_capability(device))]
+    return of_device.get(max(64, padded_head_dim(head_dim)))
+
+
+def max_head_dim(dtype: torch.dtype, device: torch.device) -> int:
+    """Return the largest head dim that `configs_for` knows."""
+    return max(d for d in (64, 128, 256) if configs_for(d, dtype, device) is not None)
+
+
+def max_seqlen(configs: KernelConfigs) -> int:
+    """Return how long a sequence the grids of these configurations can cover."""
+    return MAX_TILES * min(configs.forward.block_m, configs.dk_dv.block_n, configs.dq.block_m)

@@ -1,0 +1,159 @@
+"""Compile every kernel for one GPU architecture, with no GPU; print what came out as JSON lines.
+
+    python compile_kernels.py --capability 90 --dtype bf16 --head-dim 128 [--causal]
+
+A script of its own, because a process in which Triton interprets cannot compile.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flash_kernel._triton.backward import (
+    flash_attention_dk_dv_kernel,
+    flash_attention_dq_kernel,
+    flash_attention_row_statistics_kernel,
+)
+from flash_kernel._triton.config import (
+    FLOAT32,
+    HALF_PRECISION,
+    BlockConfig,
+    KernelSpec,
+    generation,
+    padded_head_dim,
+)
+from flash_kernel._triton.forward import flash_attention_forward_kernel
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+KEYS = ("k", "v", "dk", "dv")  # tensors whose rows are keys
+FLOATS = ("scale", "scale_log2")
+SASS_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", re.MULTILINE)
+
+
+def argument_types(kernel: Any, spec: KernelSpec, dtype: str) -> tuple[dict[str, Any], dict, dict]:
+    """Return signature, constants and alignment hints as a launch on aligned tensors has them."""
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}
+    hints: dict[tuple[int, ...], list[list[Any]]] = {}
+    aligned = [["tt.divisibility", 16]]
+    for index, name in enumerate(kernel.arg_names):
+        if name in TENSORS and spec.USE_DESCRIPTORS:
+            rows = spec.BLOCK_N if name in KEYS else spec.BLOCK_M
+            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {spec.BLOCK_D}]>"
+        elif name in TENSORS or name.endswith("_ptr"):
+            signature[name] = f"*{dtype}" if name in TENSORS else "*fp32"
+            hints[(index,)] = aligned
+        elif name.endswith("_strides"):
+            signature[name] = ("i32", "i32", "i32", "constexpr")
+            constants[index, 3] = 1
+            hints |= {(index, axis): aligned for axis in range(3)}
+        elif name in ("SPEC", "HAS_DLSE"):
+            signature[name] = "constexpr"
+            constants[name] = spec if name == "SPEC" else True
+        else:
+            signature[name] = "fp32" if name in FLOATS else "i32"
+            if name == "padded_q":
+                hints[(index,)] = aligned
+    return signature, constants, hints
+
+
+def compile_one(
+    kernel: Any, spec: KernelSpec, config: BlockConfig, target: GPUTarget, dtype: str
+) -> Any:
+    """Compile one kernel as its launcher would."""
+    source = ASTSource(kernel, *argument_types(kernel, spec, dtype))
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.compile(source, target=target, options=options)
+
+
+def inspect_cuda(compiled: Any, capability: int) -> dict[str, Any]:
+    """Return registers, spills and instruction counts of a kernel compiled for an NVIDIA GPU."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder, "kernel.ptx")
+        ptx.write_text(compiled.asm["ptx"])
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", str(ptx)]
+        log = subprocess.run(
+            [*command, "-o", f"{ptx}.cubin"], capture_output=True, text=True, check=True
+        ).stderr
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+        sass = subprocess.run(
+            [str(TOOLS / "cuobjdump"), "-sass", str(cubin)], capture_output=True, text=True
+        ).stdout
+    opcodes = Counter(
+        re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", sass, re.MULTILINE)
+    )
+    return {
+        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
+        "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", log)[1]),
+        "serialized": "serializ" in log,
+        "opcodes": dict(opcodes),
+        "tensor_core_ops": len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
+                                          compiled.asm["ptx"])),
+        "bulk_copies": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
+    }  # fmt: skip
+
+
+def compile_all(options: argparse.Namespace) -> None:
+    """Compile the four kernels and print one line for each."""
+    arch: int | str = options.capability or options.hip
+    target = GPUTarget(
+        *(("hip", arch, 64) if options.hip else ("cuda", arch, 32)),
+    )
+    table = FLOAT32 if options.dtype == "fp32" else HALF_PRECISION
+    configs = table[generation(options.capability)][max(64, padded_head_dim(options.head_dim))]
+    kernels = [
+        (flash_attention_forward_kernel, configs.forward, True),
+        (flash_attention_row_statistics_kernel, BlockConfig(block_m=32), False),
+        (flash_attention_dk_dv_kernel, configs.dk_dv, True),
+        (flash_attention_dq_kernel, configs.dq, True),
+    ]
+    for kernel, config, takes_descriptors in kernels:
+        spec = KernelSpec(
+            HEAD_DIM=options.head_dim,
+            BLOCK_D=padded_head_dim(options.head_dim),
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            IS_CAUSAL=options.causal,
+            PRESCALED=False,
+            PRECISION="ieee",
+            USE_DESCRIPTORS=takes_descriptors and options.capability >= 90 and not options.pointers,
+        )
+        compiled = compile_one(kernel, spec, config, target, options.dtype)
+        report: dict[str, Any] = {
+            "kernel": compiled.metadata.name,
+            "triton": triton.__version__,
+            "shared_bytes": compiled.metadata.shared,
+        }
+        if not options.hip:
+            report |= inspect_cuda(compiled, options.capability)
+        print(json.dumps(report), flush=True)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", type=int, default=0)
+    parser.add_argument("--hip", default="")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--pointers", action="store_true")
+    compile_all(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""What a user meets: options, choices, errors."""
+
+import warnings
+
+import pytest
+import torch
+
+import flash_kernel
+from flash_kernel import FlashAttention, attention_reference, dispatch, flash_attention
+from flash_kernel.testing import make_qkv
+
+QKV = make_qkv(1, 2, 8, 8, 16, dtype=torch.float32)
+
+
+def test_apply_takes_is_causal_by_position_and_by_keyword(device):
+    q, k, v = make_qkv(2, None, 33, 33, 16, dtype=torch.float32, device=device, requires_grad=True)
+    expected, _ = attention_reference(q, k, v, is_causal=True)
+    by_position = FlashAttention.apply(q, k, v, True)
+    by_keyword = FlashAttention.apply(q, k, v, is_causal=True)
+    torch.testing.assert_close(by_position, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(by_position, by_keyword)
+    assert not torch.allclose(FlashAttention.apply(q, k, v), expected)
+
+
+def test_flash_attention_is_an_autograd_function():
+    assert issubclass(FlashAttention, torch.autograd.Function)
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "mock", "reference", "triton"])
+def test_every_implementation_has_the_same_gradients(impl, device):
+    if impl == "triton" and device == "cpu" and not dispatch_interprets():
+        pytest.skip("Triton does not interpret here")
+    q, k, v = make_qkv(2, None, 20, 33, 16, dtype=torch.float32, device=device, requires_grad=True)
+    do = torch.randn(2, 20, 16, device=device)
+    expected = torch.autograd.grad(attention_reference(q, k, v, is_causal=True)[0], (q, k, v), do)
+    o = flash_attention(q, k, v, is_causal=True, impl=impl)
+    gradients = torch.autograd.grad(o, (q, k, v), do)
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-5)
+
+
+def dispatch_interprets():
+    return dispatch.triton_failure(torch.device("cpu")) is None
+
+
+def test_cpu_tensors_get_torch_attention_by_default():
+    assert dispatch.resolve(*QKV[:2], return_lse=False, impl="auto", backward="auto") == (
+        dispatch.Plan("torch", "autograd")
+    )
+
+
+def test_auto_finds_an_implementation_for_every_wish_on_a_cpu():
+    for return_lse in (False, True):
+        for backward in ("auto", "dense"):
+            result = flash_attention(*QKV, return_lse=return_lse, backward=backward)
+            o = result[0] if return_lse else result
+            torch.testing.assert_close(o, attention_reference(*QKV)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(5, 9), (9, 5), (4, 0), (0, 4)])
+def test_torch_attention_has_our_causal_alignment_and_empty_rows(seqlen_q, seqlen_k):
+    q, k, v = make_qkv(1, 2, seqlen_q, seqlen_k, 8, dtype=torch.float64, requires_grad=True)
+    o = flash_attention(q, k, v, is_causal=True, impl="torch")
+    expected, _ = attention_reference(q, k, v, is_causal=True)
+    torch.testing.assert_close(o, expected)
+    results = torch.autograd.grad(o.square().sum(), (q, k, v))
+    torch.testing.assert_close(
+        results, torch.autograd.grad(expected.square().sum(), (q, k, v), allow_unused=True)
+    )
+
+
+def test_float64_works_on_a_cpu():
+    q, k, v = make_qkv(1, 2, 8, 8, 16, dtype=torch.float64)
+    o, lse = flash_attention(q, k, v, return_lse=True)
+    assert (o.dtype, lse.dtype) == (torch.float64, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"impl": "cuda"}, ValueError, "`impl` must be one of 'auto', 'triton'.* got 'cuda'"),
+        ({"backward": "fast"}, ValueError, "`backward` must be one of .* got 'fast'"),
+        ({"impl": "torch", "return_lse": True}, ValueError, "returns no lse. Pass impl="),
+        ({"impl": "torch", "backward": "dense"}, ValueError, "Pass backward='auto'"),
+        ({"scale": float("nan")}, ValueError, "`scale` must be finite, got nan"),
+        ({"scale": "0.5"}, TypeError, "`scale` must be a number or None, got str"),
+        ({"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
+    ],
+)
+def test_bad_option_is_refused_in_one_line(options, error, message):
+    with pytest.raises(error, match=message) as caught:
+        flash_attention(*QKV, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_head_dim_beyond_the_limit_is_refused_by_triton_and_taken_by_auto(device):
+    q, k, v = make_qkv(1, 1, 4, 4, 320, dtype=torch.float16, device=device)
+    with pytest.raises(ValueError, match=r"`head_dim` must be at most 256 .* got 320. Pass impl="):
+        flash_attention(q, k, v, impl="triton")
+    with pytest.raises(ValueError, match=r"backward='triton' .* Pass backward='dense'"):
+        flash_attention(q, k, v, impl="reference", backward="triton")
+    expected, _ = attention_reference(q, k, v)
+    torch.testing.assert_close(flash_attention(q, k, v), expected, rtol=0, atol=2e-3)
+
+
+def test_float64_is_refused_by_triton(device):
+    q, k, v = (x.to(device).double() for x in QKV)
+    with pytest.raises(TypeError, match=r"takes float16, bfloat16 or float32, got torch.float64"):
+        flash_attention(q, k, v, impl="triton")
+
+
+def test_triton_refuses_a_cpu_tensor_where_it_does_not_interpret(monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    dispatch.triton_failure.cache_clear()
+    with pytest.raises(RuntimeError, match=r"needs a CUDA tensor, got device 'cpu'. Pass impl="):
+        flash_attention(*QKV, impl="triton")
+    dispatch.triton_failure.cache_clear()
+
+
+@pytest.fixture
+def broken_triton(monkeypatch):
+    reason = "cannot launch on cuda: FileNotFoundError: no C compiler"
+    monkeypatch.setattr(dispatch, "triton_failure", lambda device: reason)
+    dispatch._warn_if_triton_fails.cache_clear()
+    yield reason
+    dispatch._warn_if_triton_fails.cache_clear()
+
+
+class OnGpu:
+    """As much of a CUDA tensor as dispatch looks at."""
+
+    is_cuda, dtype, shape, device = True, torch.float16, (1, 2, 8, 64), torch.device("cpu")
+
+
+def test_auto_falls_back_with_one_warning_where_triton_cannot_launch(broken_triton):
+    wish = {"return_lse": False, "impl": "auto", "backward": "auto"}
+    with pytest.warns(RuntimeWarning, match=f"falls back to torch's attention.*{broken_triton}"):
+        plan = dispatch.resolve(OnGpu(), OnGpu(), **wish)
+    assert plan == dispatch.Plan("torch", "autograd")
+    with warnings.catch_warnings(record=True) as second:
+        warnings.simplefilter("always")
+        dispatch.resolve(OnGpu(), OnGpu(), **wish)
+    assert second == []
+
+
+def test_explicit_triton_never_falls_back(broken_triton):
+    with pytest.raises(RuntimeError, match=f"impl='triton' {broken_triton}"):
+        dispatch.resolve(OnGpu(), OnGpu(), return_lse=False, impl="triton", backward="auto")
+
+
+def test_public_names_exist_and_unknown_ones_raise():
+    for name in flash_kernel.__all__:
+        assert getattr(flash_kernel, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'FlashAtention'"):
+        _ = flash_kernel.FlashAtention

@@ -1,0 +1,50 @@
+"""Under ``torch.compile``: the operators' fakes, and graphs without a break."""
+
+import shutil
+
+import pytest
+import torch
+
+from flash_kernel import flash_attention
+from flash_kernel.ops import backward_op, forward_op
+from flash_kernel.testing import make_qkv
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    not torch.cuda.is_available() and shutil.which("g++") is None,
+    reason="torch.compile needs a C++ compiler on a CPU",
+)
+
+
+def transposed(shapes, device):
+    return [torch.randn(shape, device=device).transpose(1, 2) for shape in shapes]
+
+
+# opcheck itself reads .grad of tensors that are no leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(("impl", "backward"), [("triton", "triton"), ("mock", "dense")])
+@pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "transposed"])
+def test_operators_pass_opcheck(impl, backward, contiguous, device):
+    inputs = transposed([(1, 20, 2, 16), (1, 33, 2, 16), (1, 33, 2, 16)], device)
+    if contiguous:
+        inputs = [x.contiguous() for x in inputs]
+    options = (True, 0.25, impl, backward)
+    o, lse = forward_op(*inputs, *options)
+    torch.library.opcheck(forward_op, (*(x.requires_grad_() for x in inputs), *options))
+    saved = [x.detach() for x in inputs]
+    torch.library.opcheck(backward_op, (*saved, o, lse, torch.randn_like(o), None, *options))
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("impl", ["auto", "mock"])
+def test_full_graph_compiles_and_equals_eager(impl, device):
+    @torch.compile(fullgraph=True)
+    def layer(q, k, v):
+        return flash_attention(2 * q, k, v, is_causal=True, impl=impl)
+
+    q, k, v = make_qkv(1, 2, 33, 33, 16, dtype=torch.float32, device=device, requires_grad=True)
+    eager = flash_attention(2 * q, k, v, is_causal=True, impl=impl)
+    expected = torch.autograd.grad(eager.square().sum(), (q, k, v))
+    compiled = layer(q, k, v)
+    gradients = torch.autograd.grad(compiled.square().sum(), (q, k, v))
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)

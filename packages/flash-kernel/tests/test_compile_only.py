@@ -1,0 +1,77 @@
+"""The kernels compile for several GPUs, with no GPU: tensor cores used, shared memory kept to.
+
+Each case is a process of its own, because a process in which Triton interprets cannot compile.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="compiling needs Triton")
+
+SHARED_BYTES = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+
+
+def compile_kernels(*options):
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, str(script), *options],
+        capture_output=True,
+        text=True,
+        env=environment | {"TRITON_DEFAULT_FP_FUSION": "1"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    reports = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [report["kernel"].removeprefix("flash_attention_") for report in reports] == [
+        "forward_kernel",
+        "row_statistics_kernel",
+        "dk_dv_kernel",
+        "dq_kernel",
+    ]
+    expected = os.environ.get("FLASH_KERNEL_EXPECT_TRITON")
+    assert expected is None or {report["triton"] for report in reports} == {expected}
+    return reports
+
+
+def with_products(reports):
+    return [report for report in reports if "row_statistics" not in report["kernel"]]
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "dtype"),
+    [(80, 64, "fp16"), (80, 256, "bf16"), (86, 128, "bf16"), (90, 64, "bf16"), (90, 128, "bf16"),
+     (90, 256, "fp16")],
+)  # fmt: skip
+def test_half_precision_uses_tensor_cores_within_shared_memory(capability, head_dim, dtype):
+    options = ("--capability", str(capability), "--head-dim", str(head_dim), "--dtype", dtype)
+    for report in with_products(compile_kernels(*options, "--causal")):
+        assert report["tensor_core_ops"] > 0, report
+        assert report["shared_bytes"] <= SHARED_BYTES[capability], report
+        assert report["spilled_bytes"] <= 1024, report
+        assert not report["serialized"], report
+        if capability == 90:
+            assert report["bulk_copies"] > 0, report
+            assert report["opcodes"]["HGMMA"] > 0, report
+
+
+def test_odd_head_dim_compiles_by_pointers_on_hopper():
+    for report in with_products(
+        compile_kernels("--capability", "90", "--head-dim", "40", "--dtype", "bf16", "--pointers")
+    ):
+        assert report["bulk_copies"] == 0
+        assert report["tensor_core_ops"] > 0
+        assert report["shared_bytes"] <= SHARED_BYTES[90]
+
+
+def test_float32_is_multiplied_exactly_and_fits():
+    for report in with_products(
+        compile_kernels("--capability", "80", "--head-dim", "128", "--dtype", "fp32")
+    ):
+        assert report["tensor_core_ops"] == 0, "float32 would run as TF32"
+        assert report["shared_bytes"] <= SHARED_BYTES[80]
