@@ -1,0 +1,206 @@
+"""Is a provider right?  Output and gradients against dense attention in float64.
+
+Truth and tolerance are `flash_kernel.testing.expect`'s: at most twice the error that dense
+attention makes in the inputs' own dtype, plus a floor of a few rounding units.
+
+A check compares the very tensors that are timed.  Where float64 would take too long, some heads
+stand for all.  Where a head's score matrix does not fit, o and dq are compared on slabs of query
+rows, and dk and dv at a shorter length.  `Check.scope` says which it was.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import isqrt
+from typing import NamedTuple, Self
+
+from torch import Tensor
+
+from attn_bench.case import Case
+from attn_bench.workload import Inputs, make_inputs
+from flash_kernel.testing import AttentionErrors, Expectation, TensorError, expect
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a float64 check may cost: operations in all, and entries of one score matrix."""
+
+    work: float
+    scores: int
+
+
+# 4096^2 scores take 128 MiB in float64, 16384^2 take 2 GiB
+LIMITS = {"cpu": Limits(2e10, 4096**2), "cuda": Limits(2e13, 16384**2)}
+
+# query rows of a slab, where slabs stand for all rows
+SLAB_ROWS = 64
+
+
+class Tensors(NamedTuple):
+    """An output and the gradients of q, k and v."""
+
+    o: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True)
+class Check:
+    """The largest absolute error of each tensor, what was allowed, and what was compared.
+
+    `violations` also covers the mean errors, which have bounds of their own.
+    """
+
+    errors: dict[str, float]
+    bounds: dict[str, float]
+    violations: tuple[str, ...]
+    scope: str
+
+    @property
+    def is_right(self) -> bool:
+        """True if every error is within its bound."""
+        return not self.violations
+
+    def joined(self, other: Self) -> Self:
+        """Return both checks as one, with the worse of two errors of the same tensor."""
+        errors, bounds = dict(self.errors), dict(self.bounds)
+        for name, error in other.errors.items():
+            if name not in errors or error * bounds[name] > errors[name] * other.bounds[name]:
+                errors[name], bounds[name] = error, other.bounds[name]
+        scopes = dict.fromkeys((self.scope, other.scope))
+        violations = self.violations + other.violations
+        return replace(
+            self, errors=errors, bounds=bounds, violations=violations, scope=", ".join(scopes)
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the truth: some heads and query rows, and the tensors that it determines."""
+
+    expectation: Expectation
+    heads: list[int]
+    rows: slice
+    names: tuple[str, ...]
+    scope: str
+
+    def check(self, tensors: Tensors) -> Check:
+        """Compare a provider's tensors ``[B, H, ., D]`` with this piece."""
+        measured = {}
+        for name in self.names:
+            tensor = getattr(tensors, name).detach().flatten(0, 1)[self.heads]
+            rows = self.rows if name in ("o", "dq") else slice(None)
+            measured[name] = error_of(tensor[:, rows], self.expectation.results[name])
+        # a tensor that this piece says nothing about counts as right
+        right = TensorError(0.0, 0.0)
+        o, dq, dk, dv = (measured.get(name, right) for name in Tensors._fields)
+        errors = AttentionErrors(o=o, lse=None, dq=dq, dk=dk, dv=dv)
+        bounds = dict(self.expectation.bounds.items())
+        return Check(
+            {name: error.max for name, error in measured.items()},
+            {name: bounds[name].max for name in measured},
+            tuple(self.expectation.violations(errors)),
+            self.scope,
+        )
+
+
+def error_of(tensor: Tensor, truth: Tensor) -> TensorError:
+    """Return the largest and mean absolute error; inf for a wrong shape or a value that is nan."""
+    if tensor.shape != truth.shape:
+        return TensorError(float("inf"), float("inf"))
+    error = (tensor.double() - truth).abs().nan_to_num(nan=float("inf"))
+    return TensorError(error.max().item(), error.mean().item())
+
+
+class Oracle:
+    """The truth about one set of inputs, made once and used for every provider."""
+
+    def __init__(self, case: Case, inputs: Inputs, limits: Limits) -> None:
+        self._short: tuple[Case, Inputs, Oracle] | None = None
+        if case.seqlen_q * case.seqlen_k <= limits.scores:
+            heads = pick_heads(case, limits)
+            some = (
+                "all heads" if len(heads) == case.batch * case.num_heads else heads_of(case, heads)
+            )
+            names = ("o", "dq", "dk", "dv")
+            self._pieces = [piece(case, inputs, heads, (0, case.seqlen_q), names, some)]
+            return
+        # one head, and slabs at the beginning, in the middle and at the end of the rows
+        heads = [case.batch * case.num_heads - 1]
+        rows = min(SLAB_ROWS, case.seqlen_q)
+        starts = sorted({0, (case.seqlen_q - rows) // 2, case.seqlen_q - rows})
+        scope = f"o and dq in {len(starts)} x {rows} rows of {heads_of(case, heads)}"
+        self._pieces = [
+            piece(case, inputs, heads, (start, start + rows), ("o", "dq"), scope)
+            for start in starts
+            if visible_length(case, start + rows) > 0
+        ]
+        side = isqrt(limits.scores)
+        short = replace(
+            case,
+            batch=1,
+            num_heads=1,
+            seqlen_q=min(case.seqlen_q, side),
+            seqlen_k=min(case.seqlen_k, side),
+        )
+        short_inputs = make_inputs(short, inputs.q.device)
+        self._short = short, short_inputs, Oracle(short, short_inputs, limits)
+
+    def check(
+        self, tensors: Tensors, call: Callable[[Case, Inputs], Tensors] | None = None
+    ) -> Check:
+        """Compare a provider's tensors with the truth.
+
+        `call` runs the provider on other inputs.  It is needed beyond ``limits.scores``, where dk
+        and dv are compared at a shorter length.
+        """
+        check, *more = (each.check(tensors) for each in self._pieces)
+        for each in more:
+            check = check.joined(each)
+        if self._short is not None and call is not None:
+            short, inputs, oracle = self._short
+            at_short = oracle.check(call(short, inputs))
+            lengths = f"{short.seqlen_q} x {short.seqlen_k}"
+            check = check.joined(replace(at_short, scope=f"everything at n = {lengths}"))
+        return check
+
+
+def piece(
+    case: Case,
+    inputs: Inputs,
+    heads: list[int],
+    rows: tuple[int, int],
+    names: tuple[str, ...],
+    scope: str,
+) -> Piece:
+    """Return the truth of `rows` of `heads`.
+
+    Bottom-right alignment makes the rows up to `stop` an attention problem of their own: they see
+    no key at or beyond ``stop + N - M``; with those keys cut off the alignment holds again.
+    """
+    keys = visible_length(case, rows[1])
+    q, k, v, do = (each.detach().flatten(0, 1)[heads] for each in inputs)
+    chosen = slice(*rows)
+    expectation = expect(
+        q[:, chosen], k[:, :keys], v[:, :keys], do[:, chosen], is_causal=case.is_causal
+    )
+    return Piece(expectation, heads, chosen, names, scope)
+
+
+def visible_length(case: Case, stop: int) -> int:
+    """Return how many keys the query rows before `stop` can see."""
+    return max(stop + case.seqlen_k - case.seqlen_q, 0) if case.is_causal else case.seqlen_k
+
+
+def pick_heads(case: Case, limits: Limits) -> list[int]:
+    """Return which of all batch * heads are compared: all, or evenly spaced ones."""
+    total = case.batch * case.num_heads
+    # forward and backward are 7 matmuls of 2 M N D operations
+    per_head = 14 * case.seqlen_q * case.seqlen_k * case.head_dim
+    count = min(total, max(1, int(limits.work / per_head)))
+    return [index * total // count for index in range(count)]
+
+
+def heads_of(case: Case, heads: list[int]) -> str:
+    """Return ``3 of 16 heads``."""
+    return f"{len(heads)} of {case.batch * case.num_heads} heads"

@@ -1,0 +1,129 @@
+"""The command ``attn-bench``.
+
+    attn-bench quick                      train, check everything, time what this machine allows
+    attn-bench flash --preset paper       the kernel against torch's attentions
+    attn-bench layer --preset smoke       tiny-llm's attention with and without torch.compile
+    attn-bench list                       suites, providers, and why one is unavailable
+    attn-bench table FILE.jsonl           Markdown from a saved result
+
+Exit status: 0 if everything agrees, 1 if something is wrong, 2 for bad input, 130 if interrupted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from attn_bench import __version__
+from attn_bench.case import DTYPES, MODES, PRESETS
+from attn_bench.errors import InputError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad arguments in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    # the profiler that measures memory on a CPU would write to stderr; torch reads this once, when
+    # it is imported, which is why this module and its parser do without torch
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    try:
+        arguments = build_parser().parse_args(argv)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    from attn_bench import commands
+
+    try:
+        return commands.COMMANDS[arguments.command](arguments)
+    except InputError as error:
+        print(f"attn-bench {arguments.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"attn-bench {arguments.command}: interrupted, nothing was saved", file=sys.stderr)
+        return 130
+
+
+def positive(text: str) -> int:
+    """Return `text` as an integer of at least 1."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        msg = f"needs an integer of at least 1, got {text!r}"
+        raise argparse.ArgumentTypeError(msg)
+    return number
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; it needs no torch."""
+    parser = _Parser(
+        prog="attn-bench", description="Benchmarks that refuse to time a wrong kernel."
+    )
+    parser.add_argument("--version", action="version", version=f"attn-bench {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_suite(commands.add_parser("flash", help="flash-kernel against torch's attentions"))
+    _add_suite(commands.add_parser("layer", help="tiny-llm's attention, eager and compiled"))
+    _add_quick(commands.add_parser("quick", help="the main job: train, check, time; minutes"))
+    listing = commands.add_parser("list", help="suites, providers, and why one is unavailable")
+    _add_device(listing)
+    _add_table(commands.add_parser("table", help="Markdown table of a saved result"))
+    return parser
+
+
+def _add_device(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--device", help="cpu, cuda or cuda:INDEX (default: the GPU if there is one)"
+    )
+
+
+def _add_save(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="write the rows to a file")
+
+
+def _add_suite(parser: argparse.ArgumentParser) -> None:
+    """Add the axes of the grid, which override the preset's, and the options of the run."""
+    axes = parser.add_argument_group("cases", "each of these replaces an axis of the preset")
+    axes.add_argument("--preset", choices=PRESETS, default="smoke", help="default: smoke")
+    axes.add_argument("--dtype", nargs="+", choices=DTYPES)
+    axes.add_argument("--d-model", nargs="+", type=positive, help="heads * head-dim")
+    axes.add_argument("--heads", nargs="+", type=positive)
+    axes.add_argument("--head-dim", nargs="+", type=positive)
+    axes.add_argument("--seqlen", nargs="+", type=positive, help="number of queries")
+    axes.add_argument("--seqlen-k", nargs="+", type=positive, help="number of keys, if different")
+    axes.add_argument("--batch", nargs="+", type=positive)
+    axes.add_argument("--total-tokens", type=positive, help="sets batch to total-tokens // seqlen")
+    axes.add_argument("--causal", nargs="+", choices=("no", "yes"))
+    axes.add_argument("--mode", nargs="+", choices=MODES)
+    run = parser.add_argument_group("run")
+    run.add_argument("--provider", nargs="+", metavar="NAME", help="see `attn-bench list`")
+    run.add_argument("--baseline", metavar="NAME", help="the provider that ratios refer to")
+    run.add_argument(
+        "--milliseconds", type=positive, default=500, help="time for a provider on a case"
+    )
+    _add_device(run)
+    _add_save(run)
+
+
+def _add_quick(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=positive, default=40, help="training steps (default: 40)")
+    _add_device(parser)
+    _add_save(parser)
+
+
+def _add_table(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl")
+    parser.add_argument("--metric", default="tflops", help="tflops, ms or memory")
+    parser.add_argument("--into", type=Path, metavar="README.md", help="replace the text there")
+    parser.add_argument(
+        "--name", help="of the markers <!-- attn-bench:NAME --> (default: FILE without .jsonl)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="with --into: change nothing, exit 1 if it differs"
+    )

@@ -1,0 +1,154 @@
+"""Runs providers on cases: check first, then time what is right."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import torch
+
+from attn_bench.case import Case
+from attn_bench.checks import LIMITS, Check, Oracle, Tensors
+from attn_bench.failures import explained, failure_state, one_line
+from attn_bench.providers import Attention, Provider
+from attn_bench.results import Row
+from attn_bench.roofline import tflops
+from attn_bench.timing import Budget, Clock, peak_mib, time_interleaved, wall_milliseconds
+from attn_bench.workload import Inputs, gradients, make_inputs, make_workload
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A provider that passed its check: how to call it, and the row to be filled with times."""
+
+    attention: Attention
+    row: Row
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs `providers` on a device; see `rows`."""
+
+    suite: str
+    providers: Sequence[Provider]
+    device: torch.device
+    budget: Budget = field(default_factory=Budget)
+
+    def rows(self, cases: Iterable[Case]) -> Iterator[Row]:
+        """Yield one row per case and provider.
+
+        All modes of a shape share its inputs and its check, so they should follow each other in
+        `cases`.  Nothing a provider does ends the run: a wrong result, a refusal, running out of
+        memory or any other error is a row.
+        """
+        clock = Clock(self.device)
+        for shape, group in groupby(cases, key=lambda case: case.shape):
+            # the compiled code of one shape is no use to the next, and torch stops compiling a
+            # function anew after a few shapes
+            torch.compiler.reset()
+            yield from self._rows_of_shape(shape, list(group), clock)
+            self._release()
+
+    def _rows_of_shape(self, shape: Case, cases: list[Case], clock: Clock) -> Iterator[Row]:
+        try:
+            inputs = make_inputs(shape, self.device)
+            oracle = Oracle(shape, inputs, LIMITS[self.device.type])
+        except Exception as error:  # out of memory before any provider had its turn
+            reason = failure_state(error), f"while making the float64 truth: {one_line(error)}"
+            for case in cases:
+                yield from (Row(self.suite, each.name, case, *reason) for each in self.providers)
+            return
+        checked = {each.name: self._check(each, shape, inputs, oracle) for each in self.providers}
+        ready = {name: each for name, each in checked.items() if isinstance(each, Ready)}
+        for case in cases:
+            timed = time_case(case, ready, inputs, clock, self.budget)
+            for name, each in checked.items():
+                yield replace(each, case=case) if isinstance(each, Row) else timed[name]
+
+    def _check(
+        self, provider: Provider, shape: Case, inputs: Inputs, oracle: Oracle
+    ) -> Ready | Row:
+        checked = check_provider(provider, self.suite, shape, inputs, oracle)
+        self._release()
+        return checked
+
+    def _release(self) -> None:
+        """Give cached blocks back: one provider's garbage is not another's out-of-memory."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def check_provider(
+    provider: Provider, suite: str, shape: Case, inputs: Inputs, oracle: Oracle
+) -> Ready | Row:
+    """Build and check one provider; return it ready to be timed, or the row that says why not."""
+    device = inputs.q.device
+    row = Row(suite, provider.name, shape, "ok", is_performance=device.type == "cuda")
+    reason = provider.why_unavailable(device) or provider.why_unsupported(shape)
+    if reason is not None:
+        return row.failed("unsupported", reason)
+
+    def call(case: Case, other: Inputs) -> Tensors:
+        return first_call(provider.build(case, device), other)[0]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            attention = provider.build(shape, device)
+            tensors, first_call_ms = first_call(attention, inputs)
+            check = oracle.check(tensors, call)
+        except Exception as error:  # a provider is foreign code, and its failure is a result
+            detail = f"while being checked: {explained(error, caught)}"
+            return row.failed(failure_state(error), detail)
+    for each in caught:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    row = judged(replace(row, first_call_ms=first_call_ms), check)
+    return Ready(attention, row) if row.state == "ok" else row
+
+
+def judged(row: Row, check: Check) -> Row:
+    """Return the row with its check, in the state ``wrong`` if that failed."""
+    row = replace(row, checked=check.scope, errors=check.errors, bounds=check.bounds)
+    return row if check.is_right else row.failed("wrong", "; ".join(check.violations))
+
+
+def first_call(attention: Attention, inputs: Inputs) -> tuple[Tensors, float]:
+    """Return output and gradients, and the wall time of this first forward and backward in ms."""
+    results: list[Tensors] = []
+
+    def run() -> None:
+        o = attention(inputs.q, inputs.k, inputs.v)
+        results.append(Tensors(o.detach(), *gradients(o, inputs)))
+
+    milliseconds = wall_milliseconds(run, inputs.q.device)
+    return results[0], milliseconds
+
+
+def time_case(
+    case: Case, ready: dict[str, Ready], inputs: Inputs, clock: Clock, budget: Budget
+) -> dict[str, Row]:
+    """Return the row of every provider that is ready, timed or with the reason why it is not."""
+    rows = {name: replace(each.row, case=case) for name, each in ready.items()}
+
+    def fail(name: str, error: Exception) -> None:
+        rows[name] = rows[name].failed(failure_state(error), f"while timed: {one_line(error)}")
+
+    workloads = {
+        name: make_workload(case.mode, each.attention, inputs) for name, each in ready.items()
+    }
+    for name, timing in time_interleaved(workloads, clock, budget, fail).items():
+        try:
+            peak = peak_mib(workloads[name], inputs.q.device)
+        except Exception as error:
+            fail(name, error)
+            continue
+        rows[name] = replace(
+            rows[name],
+            median_ms=timing.median_ms,
+            p20_ms=timing.p20_ms,
+            p80_ms=timing.p80_ms,
+            tflops=tflops(case, timing.median_ms),
+            peak_mib=peak,
+            repetitions=timing.repetitions,
+        )
+    return rows

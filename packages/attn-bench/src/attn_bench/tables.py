@@ -1,0 +1,151 @@
+"""Rows as text: a table for the terminal, and a Markdown table for a README."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from attn_bench.case import Case, check_name, lengths
+from attn_bench.environment import summarize
+from attn_bench.errors import InputError
+from attn_bench.results import Results, Row
+
+NOT_PERFORMANCE = "CPU: not a performance figure"
+
+# metric -> (heading, value of a row, format, which value is best)
+Metric = tuple[str, Callable[[Row], float | None], str, Callable[[Iterable[float]], float]]
+METRICS: dict[str, Metric] = {
+    "tflops": ("TFLOP/s", lambda row: row.tflops, ".0f", max),
+    "ms": ("median ms", lambda row: row.median_ms, ".3g", min),
+    "memory": ("peak MiB beyond the inputs", lambda row: row.peak_mib, ".0f", min),
+}
+
+
+def terminal_table(rows: Sequence[Row], baseline: str) -> str:
+    """Return every row in full: time, rate, memory, error and ratio to the baseline.
+
+    The ratio is the baseline's time over the row's, so more than 1 is faster than the baseline.
+    """
+    references = {row.case: row.median_ms for row in rows if row.provider == baseline}
+    body = [_cells(row, references.get(row.case), is_first) for row, is_first in _grouped(rows)]
+    headers = [
+        *("case", "provider", "median ms", "p20-p80", "TFLOP/s"),
+        *("peak MiB", "error (allowed)", f"x {baseline}", "first call s"),
+    ]
+    text = tabulate(body, headers, tablefmt="simple", disable_numparse=True, stralign="right")
+    if not any(row.is_performance for row in rows):
+        text = f"{NOT_PERFORMANCE}\n{text}"
+    return "\n".join([text, *reasons(rows)])
+
+
+def reasons(rows: Iterable[Row]) -> list[str]:
+    """Return, once each, why a row is not ``ok``."""
+    texts = (f"{row.provider}: {row.state}: {row.detail}" for row in rows if row.detail)
+    return list(dict.fromkeys(texts))
+
+
+def _grouped(rows: Sequence[Row]) -> Iterable[tuple[Row, bool]]:
+    """Yield each row and whether it is the first one of its case."""
+    previous: Case | None = None
+    for row in rows:
+        yield row, row.case != previous
+        previous = row.case
+
+
+def _cells(row: Row, reference_ms: float | None, is_first: bool) -> list[str]:
+    name = [str(row.case) if is_first else "", row.provider]
+    if row.median_ms is None:
+        return [*name, row.state, "", "", "", worst_error(row), "", ""]
+    ratio = f"{reference_ms / row.median_ms:.2f}" if reference_ms is not None else ""
+    return [
+        *name,
+        f"{row.median_ms:.3f}",
+        f"{row.p20_ms:.3f}-{row.p80_ms:.3f}",
+        f"{row.tflops:.3g}",
+        f"{row.peak_mib:.1f}",
+        worst_error(row),
+        ratio,
+        f"{(row.first_call_ms or 0.0) / 1e3:.2f}",
+    ]
+
+
+def worst_error(row: Row) -> str:
+    """Return the error that is nearest to its bound, as ``dq 1.2e-06 (3.0e-06)``."""
+    if not row.errors:
+        return ""
+    name = max(row.errors, key=lambda each: row.errors[each] / max(row.bounds[each], 1e-300))
+    return f"{name} {row.errors[name]:.1e} ({row.bounds[name]:.1e})"
+
+
+def markdown(results: Results, metric: str = "tflops") -> str:
+    """Return a Markdown table per mode: a line per shape, a column per provider, the best bold.
+
+    A suite that only checked, as the first part of ``quick`` does, is left out.
+
+    Raises:
+        InputError: if the metric is unknown or nothing was timed.
+    """
+    check_name("metric", metric, METRICS)
+    timed = {row.suite for row in results.rows if row.median_ms is not None}
+    if not timed:
+        raise InputError("the result file holds no timed rows.")
+    all_rows = [row for row in results.rows if row.suite in timed]
+    heading = METRICS[metric][0]
+    sections = [f"{summarize(results.environment)}."]
+    if not any(row.is_performance for row in all_rows):
+        sections.append(f"**{NOT_PERFORMANCE}.**")
+    for mode in dict.fromkeys(row.case.mode for row in all_rows):
+        rows = [row for row in all_rows if row.case.mode == mode]
+        sections.append(f"`{mode}`, {heading}:\n\n{_pivot(rows, metric)}")
+    return "\n\n".join(sections) + "\n"
+
+
+def _pivot(rows: Sequence[Row], metric: str) -> str:
+    providers = list(dict.fromkeys(row.provider for row in rows))
+    cells = {(row.case, row.provider): row for row in rows}
+    body = []
+    for case in dict.fromkeys(row.case for row in rows):
+        line = [cells.get((case, provider)) for provider in providers]
+        body.append([*_shape_cells(case), *_metric_cells(line, metric)])
+    headers = ["dtype", "d", "mask", "n", "batch x heads", *providers]
+    alignment = ["left", "right", "left", "right", "right", *["right"] * len(providers)]
+    return tabulate(body, headers, tablefmt="github", disable_numparse=True, colalign=alignment)
+
+
+def _shape_cells(case: Case) -> list[str]:
+    mask = "causal" if case.is_causal else "full"
+    heads = f"{case.batch} x {case.num_heads}"
+    return [case.dtype, str(case.head_dim), mask, lengths(case), heads]
+
+
+def _metric_cells(line: Sequence[Row | None], metric: str) -> list[str]:
+    _, value_of, form, best_of = METRICS[metric]
+    values = [None if row is None else value_of(row) for row in line]
+    best = best_of(value for value in values if value is not None) if any(values) else None
+    cells = []
+    for row, value in zip(line, values, strict=True):
+        if row is None:
+            cells.append("")
+        elif value is None:
+            cells.append(row.state)
+        else:
+            cells.append(f"**{value:{form}}**" if value == best else f"{value:{form}}")
+    return cells
+
+
+def replaced(document: str, name: str, table: str, path: Path) -> str:
+    """Return `document` with `table` between the markers called `name`.
+
+    Raises:
+        InputError: if the pair of markers is not there exactly once.
+    """
+    begin, end = f"<!-- attn-bench:{name} -->", f"<!-- /attn-bench:{name} -->"
+    if document.count(begin) != 1 or document.count(end) != 1:
+        msg = f"{path} must hold one line {begin} and, after it, one line {end}."
+        raise InputError(msg)
+    head, _, rest = document.partition(begin)
+    _, found, tail = rest.partition(end)
+    if not found:
+        msg = f"{path}: {end} comes before {begin}."
+        raise InputError(msg)
+    return f"{head}{begin}\n\n{table.strip()}\n\n{end}{tail}"

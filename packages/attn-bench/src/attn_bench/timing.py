@@ -1,0 +1,148 @@
+"""Clocks and memory meters.
+
+On a GPU a run is timed by CUDA events on an idle stream after a write that evicts the L2 cache.
+That write takes long enough for the host to enqueue the run behind it, so that mostly the device
+is measured; of a kernel of a few microseconds it still is the launch.  On a CPU it is
+``time.perf_counter``.
+
+Providers are interleaved: every round runs each of them, in an order that rotates, so that a
+drift of the clock frequency hits all alike.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_bench.workload import Workload
+
+ROUNDS = 5
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long one provider may be timed on one case, and the limits of its repetitions."""
+
+    seconds: float = 0.5
+    least: int = ROUNDS
+    most: int = 200
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of a run: the median, and the 20th and 80th percentile."""
+
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    repetitions: int
+
+
+class Clock:
+    """Times one run at a time on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._evict: Tensor | None = None
+        if device.type == "cuda":
+            l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+            self._evict = torch.empty(max(8 * l2_bytes, 512 * MIB), dtype=torch.int8, device=device)
+
+    def milliseconds(self, workload: Workload) -> float:
+        """Return the time of one run, its `prepare` left out."""
+        state = workload.prepare()
+        if self._evict is None:
+            start = time.perf_counter()
+            workload.run(state)
+            return (time.perf_counter() - start) * 1e3
+        begin, end = _timed_event(), _timed_event()
+        torch.cuda.synchronize(self._device)
+        self._evict.zero_()
+        begin.record()
+        workload.run(state)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def wall_milliseconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the wall time of a call until the device is idle again."""
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) * 1e3
+
+
+def repetitions(milliseconds: float, budget: Budget) -> int:
+    """Return how many runs of this length fit `budget`, a multiple of ROUNDS."""
+    fitting = int(budget.seconds * 1e3 / max(milliseconds, 1e-3))
+    per_round = -(-min(max(fitting, budget.least), budget.most) // ROUNDS)
+    return per_round * ROUNDS
+
+
+def time_interleaved(
+    workloads: dict[str, Workload],
+    clock: Clock,
+    budget: Budget,
+    on_failure: Callable[[str, Exception], None],
+) -> dict[str, Timing]:
+    """Time every workload, interleaved in rounds.
+
+    A workload that raises is handed to `on_failure` and left out of the result.
+    """
+    running = dict(workloads)
+    samples: dict[str, list[float]] = {name: [] for name in running}
+
+    def sample(name: str, count: int) -> list[float]:
+        try:
+            return [clock.milliseconds(running[name]) for _ in range(count)]
+        except Exception as error:  # a provider is foreign code, and its failure is a result
+            del running[name]
+            on_failure(name, error)
+            return []
+
+    # two runs to warm up; the second one tells how many repetitions the budget holds
+    warm = {name: sample(name, 2) for name in list(running)}
+    counts = {name: repetitions(warm[name][-1], budget) // ROUNDS for name in running}
+    for turn in range(ROUNDS):
+        names = list(running)
+        shift = turn % max(len(names), 1)
+        for name in itertools.chain(names[shift:], names[:shift]):
+            samples[name] += sample(name, counts[name])
+    return {name: summarize(samples[name]) for name in running}
+
+
+def summarize(milliseconds: list[float]) -> Timing:
+    """Return the median and the 20th and 80th percentile of at least two samples."""
+    fifths = statistics.quantiles(milliseconds, n=5, method="inclusive")
+    return Timing(statistics.median(milliseconds), fifths[0], fifths[-1], len(milliseconds))
+
+
+def peak_mib(workload: Workload, device: torch.device) -> float:
+    """Return the most memory that one run, with its `prepare`, holds beyond its inputs, in MiB.
+
+    Outputs and gradients count.  On a GPU torch's allocator tells.  On a CPU torch's profiler
+    does, by what each operation keeps; the scratch space inside one operation is not seen.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        workload.run(workload.prepare())
+        torch.cuda.synchronize(device)
+        return (torch.cuda.max_memory_allocated(device) - before) / MIB
+    with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as profile:
+        workload.run(workload.prepare())
+    events = sorted(profile.function_events or (), key=lambda event: event.time_range.end)
+    changes = [int(event.self_cpu_memory_usage) for event in events]
+    return max(itertools.accumulate(changes, initial=0)) / MIB

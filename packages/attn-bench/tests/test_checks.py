@@ -1,0 +1,98 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_bench.case import Case
+from attn_bench.checks import LIMITS, Check, Limits, Oracle
+from attn_bench.providers import Attention
+from attn_bench.runner import first_call
+from attn_bench.workload import make_inputs
+from flash_kernel import attention_reference
+
+CPU = torch.device("cpu")
+SLABS = Limits(work=2e10, scores=32 * 32)
+
+
+def judge(case: Case, attention: Attention, limits: Limits = LIMITS["cpu"]) -> Check:
+    inputs = make_inputs(case, CPU)
+    oracle = Oracle(case, inputs, limits)
+    return oracle.check(
+        first_call(attention, inputs)[0], lambda _, other: first_call(attention, other)[0]
+    )
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention_reference(q, k, v, is_causal=True)[0]
+
+
+def forgets_the_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention_reference(q, k, v, is_causal=False)[0]
+
+
+def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention_reference(q, k, v, is_causal=True, scale=0.26)[0]
+
+
+def detached_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention_reference(q, k.detach() + 0 * k, v, is_causal=True)[0]
+
+
+def nan_in_the_last_row(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    o = causal(q, k, v)
+    hole = torch.zeros_like(o)
+    hole[..., -1, :] = float("nan")
+    return o + hole
+
+
+def one_column(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return causal(q, k, v)[..., :1].expand_as(q)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_the_dense_reference_is_right_in_every_dtype(dtype: str) -> None:
+    check = judge(Case(dtype, 2, 2, 17, 23, 16, True, "fwd"), causal)
+    assert check.is_right, check.violations
+    assert set(check.errors) == {"o", "dq", "dk", "dv"}
+    assert check.scope == "all heads"
+
+
+@pytest.mark.parametrize("limits", [LIMITS["cpu"], SLABS], ids=["whole", "slabs"])
+@pytest.mark.parametrize(
+    ("attention", "names"),
+    [
+        (forgets_the_mask, ("o", "dq", "dk", "dv")),
+        (scaled, ("o", "dq", "dk", "dv")),
+        (detached_keys, ("dk",)),
+        (nan_in_the_last_row, ("o",)),
+        (one_column, ("o",)),
+    ],
+)
+def test_a_wrong_result_is_found(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], names: tuple[str, ...], limits: Limits
+) -> None:
+    check = judge(Case("fp32", 1, 2, 40, 40, 16, True, "fwd"), attention, limits)
+    assert not check.is_right
+    found = " ".join(check.violations)
+    assert all(f"`{name}`" in found for name in names)
+    assert all(check.errors[name] > check.bounds[name] for name in names)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(200, 200), (150, 300), (300, 150)])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_slabs_of_rows_say_the_same_as_the_whole(
+    seqlen_q: int, seqlen_k: int, is_causal: bool
+) -> None:
+    attention = causal if is_causal else forgets_the_mask
+    case = Case("fp32", 1, 2, seqlen_q, seqlen_k, 16, is_causal, "fwd")
+    check = judge(case, attention, SLABS)
+    assert check.is_right, check.violations
+    assert check.scope == "o and dq in 3 x 64 rows of 1 of 2 heads, everything at n = 32 x 32"
+
+
+def test_some_heads_stand_for_all_where_float64_is_slow() -> None:
+    case = Case("fp32", 2, 4, 16, 16, 16, True, "fwd")
+    check = judge(case, causal, Limits(work=3 * 14 * 16 * 16 * 16, scores=256))
+    assert check.is_right
+    assert check.scope == "3 of 8 heads"

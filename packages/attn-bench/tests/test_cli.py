@@ -1,0 +1,196 @@
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_bench.cli import main
+from attn_bench.providers import Attention, Provider
+from attn_bench.results import read_results
+from attn_bench.tables import NOT_PERFORMANCE
+from flash_kernel import attention_reference
+
+TINY = ["--device", "cpu", "--seqlen", "9", "--causal", "yes", "--milliseconds", "1"]
+Plant = Callable[[str, Attention], Provider]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "flash.jsonl"
+    providers = ["--provider", "dense-eager", "sdpa"]
+    assert main(["flash", *TINY, *providers, "--mode", "fwd", "--save", str(path)]) == 0
+    return path
+
+
+def test_flash_checks_times_prints_and_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "flash.jsonl"
+    arguments = ["flash", *TINY, "--mode", "fwd", "--provider", "dense-eager", "sdpa"]
+    assert main([*arguments, "--save", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert NOT_PERFORMANCE in out
+    assert "x sdpa" in out  # the baseline is torch's own choice where the flash backend is left out
+    assert "FLOPs: fwd 4*B*H*P*D" in out
+    results = read_results(path)
+    assert [(row.provider, row.state) for row in results.rows] == [
+        ("dense-eager", "ok"),
+        ("sdpa", "ok"),
+    ]
+    assert results.environment["torch"] == torch.__version__
+    expected = {"device", "driver", "triton", "python", "commit", "dirty", "date"}
+    assert expected <= set(results.environment)
+
+
+def test_flash_takes_the_axes_of_the_original(tmp_path: Path) -> None:
+    path = tmp_path / "grid.jsonl"
+    axes = ["--dtype", "fp32", "bf16", "--d-model", "32", "64", "--heads", "2"]
+    axes += ["--seqlen", "8", "--seqlen-k", "12", "--batch", "1", "2", "--causal", "no", "yes"]
+    arguments = ["flash", *axes, "--mode", "bwd", "--provider", "dense-eager"]
+    run = ["--device", "cpu", "--milliseconds", "1", "--save", str(path)]
+    assert main([*arguments, *run]) == 0
+    cases = [row.case for row in read_results(path).rows]
+    assert len(set(cases)) == 2**4
+    assert {(case.num_heads, case.head_dim) for case in cases} == {(2, 16), (2, 32)}
+    assert {(case.seqlen_q, case.seqlen_k, case.mode) for case in cases} == {(8, 12, "bwd")}
+
+
+def test_a_wrong_provider_makes_the_command_fail(
+    plant: Plant, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def forgets_the_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_reference(q, k, v, is_causal=False)[0]
+
+    plant("planted", forgets_the_mask)
+    assert main(["flash", *TINY, "--mode", "fwd", "--provider", "planted"]) == 1
+    out = capsys.readouterr().out
+    assert "planted: wrong: `o`: error max" in out
+    assert "TFLOP/s" in out
+
+
+def test_layer_times_tiny_llms_attention(tmp_path: Path) -> None:
+    path = tmp_path / "layer.jsonl"
+    assert main(["layer", *TINY, "--provider", "layer-eager", "--save", str(path)]) == 0
+    rows = read_results(path).rows
+    assert {(row.suite, row.provider, row.state) for row in rows} == {
+        ("attention_layer", "layer-eager", "ok")
+    }
+
+
+@pytest.mark.slow
+def test_layer_compares_with_and_without_compiling(tmp_path: Path) -> None:
+    path = tmp_path / "layer.jsonl"
+    assert main(["layer", *TINY, "--mode", "fwd", "--save", str(path)]) == 0
+    eager, compiled = read_results(path).rows
+    assert (eager.state, compiled.state) == ("ok", "ok")
+    # compiling is in the first call's time and not in the other one
+    assert compiled.first_call_ms is not None
+    assert compiled.median_ms is not None
+    assert compiled.first_call_ms > 20 * compiled.median_ms
+
+
+def test_list_says_why_a_provider_is_unavailable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (cudnn,) = (line for line in lines if line.startswith("sdpa-cudnn"))
+    assert cudnn.endswith("cuDNN needs a CUDA device")
+    (dense,) = (line for line in lines if line.startswith("dense-eager"))
+    assert dense.endswith("available")
+    assert "attn-bench layer: tiny-llm's ScaledDotProductAttention" in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["flash", "--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
+        (["flash", "--seqlen", "0"], "argument --seqlen: needs an integer of at least 1, got '0'"),
+        (["flash", "--provider", "falsh"], "unknown provider 'falsh'; choose from 'dense-eager'"),
+        (["flash", "--baseline", "flex"], "unknown baseline 'flex'; choose from 'dense-eager'"),
+        (
+            ["flash", "--d-model", "64", "--heads", "2", "--head-dim", "32"],
+            "exactly two of `--d-model`, `--heads` and `--head-dim`",
+        ),
+        (["flash", "--device", "tpu"], "device 'tpu'"),
+        (["flash", "--save", "no/such/folder/r.jsonl"], "No such file or directory"),
+        (["quick", "--save", "."], "it is a folder; give a file name"),
+        (["quick", "--device", "cuda:99"], "device 'cuda:99' is not there"),
+        (["table", "missing.jsonl"], "cannot read missing.jsonl: No such file or directory"),
+        (["table", "missing.jsonl", "--check"], "`--check` needs `--into`"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("attn-bench")
+    assert message in line
+
+
+def test_an_unwritable_path_is_found_before_anything_is_measured(
+    plant: Plant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise AssertionError("was called")
+
+    plant("never", never)
+    path = tmp_path / "file" / "r.jsonl"
+    path.parent.write_text("a file, no folder")
+    assert main(["flash", *TINY, "--provider", "never", "--save", str(path)]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [path.parent]
+
+
+def test_an_interrupted_run_saves_nothing(
+    plant: Plant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+    plant("interrupted", interrupted)
+    path = tmp_path / "r.jsonl"
+    arguments = ["flash", *TINY, "--provider", "sdpa", "interrupted", "--save", str(path)]
+    assert main(arguments) == 130
+    assert "interrupted, nothing was saved" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_table_prints_markdown(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["table", str(saved), "--metric", "ms"]) == 0
+    out = capsys.readouterr().out
+    assert f"**{NOT_PERFORMANCE}.**" in out
+    assert "| dense-eager |" in " ".join(out.split())
+
+
+def test_table_check_fails_until_the_document_is_updated(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    before = "Speed:\n<!-- attn-bench:flash -->\n<!-- /attn-bench:flash -->\nEnd.\n"
+    readme.write_text(before)
+    into = ["table", str(saved), "--into", str(readme)]
+    assert main([*into, "--check"]) == 1
+    assert "does not show" in capsys.readouterr().err
+    assert readme.read_text() == before
+    assert main(into) == 0
+    assert main([*into, "--check"]) == 0
+    readme.write_text(readme.read_text().replace("sdpa", "other"))
+    assert main([*into, "--check"]) == 1
+    assert main([*into, "--name", "speed"]) == 2
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from attn_bench.cli import main; main(['flash', '--help'])"
+    command = [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+    for flag in ("--dtype", "--d-model", "--seqlen", "--batch", "--causal", "--mode", "--provider"):
+        assert flag in done.stdout

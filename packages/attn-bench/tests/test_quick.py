@@ -1,0 +1,115 @@
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_bench import interpreter
+from attn_bench.cli import main
+from attn_bench.interpreter import run_interpreted
+from attn_bench.providers import FLASH_PROVIDERS, Attention, Provider
+from attn_bench.quick import parity_table
+from attn_bench.results import read_results
+from attn_bench.training import (
+    LOSS_BOUND_PER_STEP,
+    Parity,
+    capture,
+    make_plan,
+    prepare_text,
+    train,
+)
+from flash_kernel import attention_reference
+
+CPU = torch.device("cpu")
+Plant = Callable[[str, Attention], Provider]
+
+
+@pytest.mark.slow
+def test_quick_trains_checks_interprets_and_times(tmp_path: Path) -> None:
+    path = tmp_path / "quick.jsonl"
+    command = [sys.executable, "-m", "attn_bench", "quick", "--steps", "2", "--device", "cpu"]
+    # torch's profiler, which meters memory on a CPU, writes to stderr unless told not to
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    done = subprocess.run(
+        [*command, "--save", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the losses agree: largest difference" in done.stdout
+    assert "CPU: not a performance figure" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("everything agrees (")
+    assert "profiler" not in done.stderr.lower()
+    rows = read_results(path).rows
+    assert {row.state for row in rows} == {"ok"}
+    checked = {row.provider for row in rows if row.suite == "quick_check"}
+    assert {"dense-eager", "sdpa", "flash-auto", "flash-mock"} <= checked
+    assert "flash-triton, triton backward (interpreted)" in checked
+    assert all(row.median_ms for row in rows if row.suite == "quick_speed")
+
+
+def test_quick_fails_if_one_implementation_disagrees(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scale_is_off(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_reference(q, k, v, is_causal=True, scale=0.126)[0]
+
+    for name in list(FLASH_PROVIDERS):
+        monkeypatch.delitem(FLASH_PROVIDERS, name)
+    plant("planted", scale_is_off)
+    monkeypatch.setattr("attn_bench.quick.check_interpreted", lambda _captured, _report: [])
+    assert main(["quick", "--steps", "1", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "planted: wrong: `o`: error max" in out
+    assert out.splitlines()[-1].startswith("SOMETHING DISAGREES")
+
+
+def test_losses_disagree_beyond_the_bound_or_if_one_is_nan() -> None:
+    bound = 2 * LOSS_BOUND_PER_STEP
+    assert Parity([5.0, 4.0], [5.0, 4.0 + 0.9 * bound]).agrees
+    assert not Parity([5.0, 4.0], [5.0 + 1.1 * bound, 4.0]).agrees
+    assert not Parity([5.0, math.nan], [5.0, 4.0]).agrees
+    assert "THE LOSSES DISAGREE" in parity_table(Parity([5.0], [4.0]))
+
+
+def test_captured_tensors_are_those_that_attention_was_given(tmp_path: Path) -> None:
+    plan = make_plan(CPU, steps=1)
+    tokens = prepare_text(tmp_path)
+    model, losses = train(plan, "eager", tokens, CPU, lambda: None)
+    given = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        given.append((q, k, v))
+        return attention_reference(q, k, v, is_causal=is_causal)[0]
+
+    for block in model.blocks:
+        block.attention.attention_fn = spy
+    captured = capture(model, tokens, plan)
+    assert len(losses) == 1
+    assert len(given) == plan.model.num_layers
+    for index in range(3):
+        assert torch.equal(captured[index], torch.cat([layer[index] for layer in given]))
+        assert captured[index].requires_grad
+    assert all(block.attention.attention_fn is spy for block in model.blocks)
+
+
+def test_a_failing_interpreter_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "BACKWARDS", ())
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    interpreted = run_interpreted([])
+    assert interpreted.state == "error"
+    assert interpreted.reason == "Triton's interpreter failed: exit status 1"
+
+
+def test_without_triton_the_interpreter_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    interpreted = run_interpreted([])
+    assert interpreted.state == "unsupported"
+    assert "install flash-kernel[triton]" in interpreted.reason

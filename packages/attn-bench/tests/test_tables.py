@@ -1,0 +1,97 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attn_bench.case import Case
+from attn_bench.errors import InputError
+from attn_bench.results import Results, Row
+from attn_bench.tables import NOT_PERFORMANCE, markdown, replaced, terminal_table
+
+CASE = Case("bf16", 2, 4, 8, 8, 16, True, "fwd")
+ENVIRONMENT = {
+    "device": "a GPU",
+    "torch": "2.15.0",
+    "commit": "0123456789abcdef",
+    "dirty": True,
+    "date": "2026-11-30T10:00:00+00:00",
+}
+
+
+def timed(provider: str, milliseconds: float, tflops: float) -> Row:
+    return Row(
+        suite="flash_attention",
+        provider=provider,
+        case=CASE,
+        state="ok",
+        errors={"o": 1e-3, "dq": 2e-3},
+        bounds={"o": 4e-3, "dq": 3e-3},
+        median_ms=milliseconds,
+        p20_ms=milliseconds,
+        p80_ms=milliseconds,
+        first_call_ms=1500.0,
+        tflops=tflops,
+        peak_mib=2.0,
+        repetitions=5,
+        is_performance=True,
+    )
+
+
+ROWS = (
+    timed("slow", 2.0, 100.0),
+    timed("fast", 1.0, 200.0),
+    Row("flash_attention", "big", CASE, "oom", "no memory"),
+)
+
+
+def test_terminal_table_gives_the_ratio_to_the_baseline_and_the_worst_error() -> None:
+    lines = terminal_table(ROWS, "slow").splitlines()
+    slow, fast, big, reason = lines[2:]
+    assert slow.split()[-2:] == ["1.00", "1.50"]
+    assert fast.split()[-2:] == ["2.00", "1.50"]
+    assert "dq 2.0e-03 (3.0e-03)" in fast
+    assert big.split() == ["big", "oom"]
+    assert reason == "big: oom: no memory"
+
+
+def test_a_cpu_table_says_that_it_is_no_performance_figure() -> None:
+    rows = [replace(row, is_performance=False) for row in ROWS]
+    assert terminal_table(rows, "slow").startswith(NOT_PERFORMANCE)
+    assert NOT_PERFORMANCE in markdown(Results(ENVIRONMENT, tuple(rows)))
+    assert NOT_PERFORMANCE not in markdown(Results(ENVIRONMENT, ROWS))
+
+
+def test_markdown_has_a_column_per_provider_and_the_best_in_bold() -> None:
+    text = markdown(Results(ENVIRONMENT, ROWS))
+    head, body = [line for line in text.splitlines() if line.startswith("|")][::2]
+    cells = [cell.strip() for cell in body.strip("|").split("|")]
+    assert [cell.strip() for cell in head.strip("|").split("|")][-3:] == ["slow", "fast", "big"]
+    assert cells == ["bf16", "16", "causal", "8", "2 x 4", "100", "**200**", "oom"]
+    assert text.startswith("a GPU, torch 2.15.0, commit 0123456789 with changes, 2026-11-30.\n")
+
+
+def test_the_best_time_is_the_smallest() -> None:
+    assert "| **1** |" in " ".join(markdown(Results(ENVIRONMENT, ROWS), "ms").split())
+
+
+def test_rows_that_were_only_checked_are_left_out_of_the_markdown() -> None:
+    checked = Row("quick_check", "only-checked", CASE, "ok", errors={"o": 0.0}, bounds={"o": 1.0})
+    assert "only-checked" not in markdown(Results(ENVIRONMENT, (checked, *ROWS)))
+    with pytest.raises(InputError, match="no timed rows"):
+        markdown(Results(ENVIRONMENT, (checked,)))
+
+
+def test_replaced_changes_only_what_lies_between_the_markers() -> None:
+    document = "a\n<!-- attn-bench:x -->\nold\n<!-- /attn-bench:x -->\nb\n"
+    updated = replaced(document, "x", "new\n", Path("R.md"))
+    assert updated == "a\n<!-- attn-bench:x -->\n\nnew\n\n<!-- /attn-bench:x -->\nb\n"
+    assert replaced(updated, "x", "new\n", Path("R.md")) == updated
+
+
+@pytest.mark.parametrize(
+    "document",
+    ["", "<!-- attn-bench:x -->", "<!-- /attn-bench:x -->\n<!-- attn-bench:x -->"],
+)
+def test_a_document_without_the_markers_is_refused(document: str) -> None:
+    with pytest.raises(InputError, match="attn-bench:x"):
+        replaced(document, "x", "new", Path("R.md"))

@@ -1,0 +1,207 @@
+"""Checkpoints: all that a run needs to go on, in one file that is whole or absent.
+
+The file is a `torch.save` archive of numbers, strings and tensors, so that loading it runs no code,
+and twelve more bytes: a mark and the CRC-32 of the archive, because `torch.load` does not notice a
+flipped bit.  There is no random state in it: a run has none (see `tiny_llm.training`).
+"""
+
+import os
+import pickle
+import struct
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from tiny_llm.config import ModelConfig, TrainingConfig
+from tiny_llm.errors import ConfigError, FileError, FormatError
+from tiny_llm.files import atomic_write, crc32_of, reason_of
+from tiny_llm.optimizer import build_optimizer
+from tiny_llm.transformer import Transformer
+
+FILE_NAME = "checkpoint.pt"
+FORMAT = "tiny-llm checkpoint 1"
+TRAILER = struct.Struct("<8sI")
+TRAILER_MARK = b"TINYCKPT"
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A run after `step` steps.
+
+    Attributes:
+        path: Where it was read from.
+        model_config: Shape of the model.
+        training_config: The run it is part of.
+        step: Number of steps done.
+        tokens_checksum: Checksum of the token file trained on.
+        model_state: Weights by name.
+        optimizer_state: What `torch.optim.Optimizer.state_dict` gave.
+    """
+
+    path: Path
+    model_config: ModelConfig
+    training_config: TrainingConfig
+    step: int
+    tokens_checksum: int
+    model_state: dict[str, Any]
+    optimizer_state: dict[str, Any]
+
+    def build_model(
+        self, *, device: str | torch.device, attention: str | None = None
+    ) -> Transformer:
+        """Return the model on `device`, if asked with another attention backend than the run's.
+
+        Raises:
+            FormatError: A weight is missing, unexpected or of another shape.
+        """
+        config = self.model_config
+        if attention is not None:
+            config = replace(config, attention=attention)
+        model = Transformer(config)
+        try:
+            model.load_state_dict(self.model_state, strict=True)
+        except (RuntimeError, AttributeError, TypeError) as error:
+            message = f"checkpoint {self.path} does not fit its own configuration: {error}"
+            raise FormatError(message) from error
+        return model.to(device)
+
+    def build_optimizer(self, model: Transformer) -> AdamW:
+        """Return the optimizer of `model`, in the state it was saved in.
+
+        Raises:
+            FormatError: The state does not belong to this model.
+        """
+        optimizer = build_optimizer(model, self.training_config)
+        try:
+            optimizer.load_state_dict(self.optimizer_state)
+        except (ValueError, KeyError, TypeError) as error:
+            message = f"checkpoint {self.path} has an optimizer state that does not fit: {error}"
+            raise FormatError(message) from error
+        return optimizer
+
+
+def checkpoint_path(run: str | Path) -> Path:
+    """Return the checkpoint of a run folder; the path of a file is returned as it is."""
+    run = Path(run)
+    return run / FILE_NAME if run.is_dir() else run
+
+
+def save_checkpoint(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    training_config: TrainingConfig,
+    step: int,
+    tokens_checksum: int,
+) -> None:
+    """Write a checkpoint; until it is whole, the old one stays in place.
+
+    Args:
+        path: The file to write.
+        model: A `Transformer`, or one inside `torch.compile` or DistributedDataParallel.
+        optimizer: The optimizer that trains it.
+        training_config: The run it is part of.
+        step: Number of steps done.
+        tokens_checksum: `TokenFile.checksum` of the tokens trained on.
+
+    Raises:
+        FileError: The file cannot be written.
+    """
+    path = Path(path)
+    bare = unwrapped(model)
+    content = {
+        "format": FORMAT,
+        "model_config": asdict(bare.config),
+        "training_config": asdict(training_config),
+        "step": step,
+        "tokens_checksum": tokens_checksum,
+        "model": bare.state_dict(),
+        "optimizer": optimizer.state_dict(),
+    }
+    with atomic_write(path) as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            # torch reports a failed write as its own confusion about it; the cause is beneath
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
+        archive_size = file.tell()
+        file.seek(0)
+        checksum = crc32_of(file, archive_size)
+        file.write(TRAILER.pack(TRAILER_MARK, checksum))
+
+
+def unwrapped(model: nn.Module) -> Transformer:
+    """Return the model inside its wrappers, whose prefixes no checkpoint shall carry."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    # torch.compile's wrapper class is private, its attribute is documented
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, Transformer):
+        message = f"`model` must be a Transformer, got {type(inner).__name__}"
+        raise ConfigError(message)
+    return inner
+
+
+def load_checkpoint(run: str | Path) -> Checkpoint:
+    """Read and verify a checkpoint, given the file or its run folder; tensors stay on the CPU.
+
+    Raises:
+        FileError: There is none, or it cannot be read.
+        FormatError: It is foreign or damaged.
+    """
+    path = checkpoint_path(run)
+    try:
+        _verify(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        message = f"checkpoint {path} does not exist; make it with tiny-llm train"
+        raise FileError(message) from None
+    except OSError as error:
+        message = f"cannot read checkpoint {path}: {reason_of(error)}"
+        raise FileError(message) from error
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        message = f"checkpoint {path} holds no archive of plain tensors"
+        raise FormatError(message) from error
+    return _parse(path, content)
+
+
+def _verify(path: Path) -> None:
+    """Check mark and checksum."""
+    with path.open("rb") as file:
+        archive_size = file.seek(0, os.SEEK_END) - TRAILER.size
+        file.seek(max(0, archive_size))
+        trailer = file.read(TRAILER.size)
+        if len(trailer) < TRAILER.size or not trailer.startswith(TRAILER_MARK):
+            message = f"{path} is not a tiny-llm checkpoint, or it is truncated"
+            raise FormatError(message)
+        file.seek(0)
+        checksum = crc32_of(file, archive_size)
+    if trailer != TRAILER.pack(TRAILER_MARK, checksum):
+        message = f"checkpoint {path} is damaged (wrong checksum)"
+        raise FormatError(message)
+
+
+def _parse(path: Path, content: Any) -> Checkpoint:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        message = f"{path} is not a {FORMAT}; it was made by another version"
+        raise FormatError(message)
+    try:
+        return Checkpoint(
+            path=path,
+            model_config=ModelConfig(**content["model_config"]),
+            training_config=TrainingConfig(**content["training_config"]),
+            step=content["step"],
+            tokens_checksum=content["tokens_checksum"],
+            model_state=content["model"],
+            optimizer_state=content["optimizer"],
+        )
+    except (KeyError, TypeError, ConfigError) as error:
+        message = f"checkpoint {path} is not complete: {error}"
+        raise FormatError(message) from error

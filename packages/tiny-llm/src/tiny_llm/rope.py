@@ -1,0 +1,66 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split layout.
+
+Pair i of a head holds the elements i and i + D/2, and is turned at position t by the angle
+
+    t * theta ** (-2 i / D)        i = 0 .. D/2 - 1
+
+so that q . k depends on the distance of their positions only.  The paper pairs neighbours
+(2i, 2i + 1); halves are what Llama-family weights on Hugging Face are stored for.  The two differ
+by a fixed permutation of the head's elements, so weights trained with one need it for the other.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from tiny_llm.errors import ConfigError
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates ``[..., T, D]`` by position.
+
+    Args:
+        head_dim: D, an even number.
+        max_seq_len: Number of positions to prepare.
+        theta: Base of the wavelengths.
+
+    Raises:
+        ConfigError: `head_dim` is odd.
+    """
+
+    def __init__(self, head_dim: int, max_seq_len: int, *, theta: float = 10_000.0) -> None:
+        super().__init__()
+        if head_dim % 2:
+            message = f"`head_dim` must be even, got {head_dim}"
+            raise ConfigError(message)
+        self.max_seq_len = max_seq_len
+        # float64 here: at position 1e5 a float32 angle is off by 1e-2
+        pairs = torch.arange(0, head_dim, 2, dtype=torch.float64)
+        positions = torch.arange(max_seq_len, dtype=torch.float64)
+        angles = torch.outer(positions, theta ** (-pairs / head_dim))  # [T, D/2]
+        # plain attributes, not buffers: model.to(torch.bfloat16) must not round the tables
+        self._cos = angles.cos().float()
+        self._sin = angles.sin().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x ``[..., T, D]`` with row t rotated to position t, in x's dtype.
+
+        Raises:
+            ConfigError: T is larger than `max_seq_len`.
+        """
+        seq_len = x.shape[-2]
+        if seq_len > self.max_seq_len:
+            message = f"the model sees at most {self.max_seq_len} tokens, got {seq_len}"
+            raise ConfigError(message)
+        if self._cos.device != x.device:
+            self._cos, self._sin = self._cos.to(x.device), self._sin.to(x.device)
+        return rotate(x, self._cos[:seq_len], self._sin[:seq_len])
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pair i of every row of x ``[..., T, D]`` by the angle in cos, sin ``[T, D/2]``.
+
+    Computed in float32 or better, returned in x's dtype.
+    """
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)

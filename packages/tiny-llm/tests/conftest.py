@@ -1,0 +1,44 @@
+"""Fixtures: a model that trains in milliseconds, and tokens to train it on."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tiny_llm.config import ModelConfig, TrainingConfig
+from tiny_llm.data import TokenFile, prepare_tokens
+from tiny_llm.tokenizer import ByteTokenizer
+
+PANGRAM = b"The quick brown fox jumps over the lazy dog. "
+
+
+@pytest.fixture(autouse=True)
+def seeded_single_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def model_config() -> ModelConfig:
+    return ModelConfig(d_model=32, num_layers=2, num_heads=4, d_ff=48, max_seq_len=24)
+
+
+@pytest.fixture
+def training_config() -> TrainingConfig:
+    return TrainingConfig(batch_size=4, seq_len=24, steps=8, warmup_steps=2, learning_rate=3e-3)
+
+
+@pytest.fixture
+def token_file(tmp_path) -> TokenFile:
+    text = tmp_path / "text.txt"
+    text.write_bytes(PANGRAM * 20)
+    return prepare_tokens([text], tmp_path / "tokens.bin", ByteTokenizer())
+
+
+@pytest.fixture
+def random_tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 257, size=2000)
