@@ -2,7 +2,7 @@
 # /// script
 # dependencies = ["nox[uv]>=2026.4"]
 # ///
-"""Every check of the workspace.  `nox` runs what CI runs; `nox -l` lists all, with one line each."""
+"""Every check of the workspace: `nox` runs what CI runs, `nox -l` lists all with one line each."""
 
 from pathlib import Path
 
@@ -138,4 +138,6 @@ def lowest_kernel(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """Run every package's tests on this machine's GPU."""
     sync(session, "--all-packages", "--all-extras", "--group=test")
-    session.run("pytest", KERNEL, LLM, BENCH, *session.posargs, env={"FLASH_KERNEL_EXPECT_GPU": "1"})
+    session.run(
+        "pytest", KERNEL, LLM, BENCH, *session.posargs, env={"FLASH_KERNEL_EXPECT_GPU": "1"}
+    )

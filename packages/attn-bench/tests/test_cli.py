@@ -71,6 +71,16 @@ def test_a_wrong_provider_makes_the_command_fail(
     assert "TFLOP/s" in out
 
 
+def test_the_baseline_is_one_that_was_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    different = ["--seqlen", "9", "--seqlen-k", "12", "--causal", "yes", "--mode", "fwd"]
+    providers = ["--provider", "sdpa-flash", "dense-eager", "sdpa"]
+    run = ["--device", "cpu", "--milliseconds", "1"]
+    assert main(["flash", *different, *providers, *run]) == 0
+    out = capsys.readouterr().out
+    assert "x sdpa " in out
+    assert "sdpa-flash: unsupported: torch aligns its causal mask top-left" in out
+
+
 def test_layer_times_tiny_llms_attention(tmp_path: Path) -> None:
     path = tmp_path / "layer.jsonl"
     assert main(["layer", *TINY, "--provider", "layer-eager", "--save", str(path)]) == 0

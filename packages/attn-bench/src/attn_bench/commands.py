@@ -8,7 +8,7 @@ from typing import Any
 from tabulate import tabulate
 from tqdm import tqdm
 
-from attn_bench.case import PRESETS, Case
+from attn_bench.case import PRESETS, Case, check_name
 from attn_bench.environment import describe_environment, one_thread, pick_device, summarize
 from attn_bench.errors import InputError
 from attn_bench.files import appearing_whole
@@ -29,7 +29,8 @@ def run_suite(arguments: Namespace) -> int:
     device = pick_device(arguments.device)
     cases = cases_of(arguments)
     providers = pick_providers(suite.providers, arguments.provider, device)
-    baseline = suite.baseline(arguments.baseline, providers)
+    if arguments.baseline is not None:
+        check_name("baseline", arguments.baseline, [each.name for each in providers])
     environment = describe_environment(device)
     runner = Runner(suite.name, providers, device, Budget(seconds=arguments.milliseconds / 1e3))
     rows: list[Row] = []
@@ -40,7 +41,7 @@ def run_suite(arguments: Namespace) -> int:
             rows.append(row)
             save(row)
             progress.update()
-    print(terminal_table(rows, baseline))
+    print(terminal_table(rows, arguments.baseline or suite.baseline(rows)))
     return exit_status(rows)
 
 

@@ -269,6 +269,6 @@ def time_providers(
     for row in runner.rows(cases):
         rows.append(row)
         report.advance()
-    baseline = FLASH_ATTENTION.baseline(None, providers)
+    baseline = FLASH_ATTENTION.baseline(rows)
     report.say(f"FLOPs: {FLOP_CONVENTION}\n\n{terminal_table(rows, baseline)}\n")
     return rows

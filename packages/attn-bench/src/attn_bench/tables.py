@@ -56,13 +56,14 @@ def _cells(row: Row, reference_ms: float | None, is_first: bool) -> list[str]:
     name = [str(row.case) if is_first else "", row.provider]
     if row.median_ms is None:
         return [*name, row.state, "", "", "", worst_error(row), "", ""]
+    peak = row.peak_mib or 0.0
     ratio = f"{reference_ms / row.median_ms:.2f}" if reference_ms is not None else ""
     return [
         *name,
         f"{row.median_ms:.3f}",
         f"{row.p20_ms:.3f}-{row.p80_ms:.3f}",
         f"{row.tflops:.3g}",
-        f"{row.peak_mib:.1f}",
+        f"{peak:.3g}" if peak < 1000 else f"{peak:.0f}",
         worst_error(row),
         ratio,
         f"{(row.first_call_ms or 0.0) / 1e3:.2f}",

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attn_bench.case import check_name
 from attn_bench.providers import Provider
+from attn_bench.results import Row
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Suite:
     Attributes:
         command: Name on the command line.
         name: Name in result files.
-        baselines: Providers that ratios refer to, best first; the first one that runs is taken.
+        baselines: Providers that ratios may refer to; the first one that was timed is taken.
     """
 
     command: str
@@ -23,14 +23,8 @@ class Suite:
     providers: dict[str, Provider]
     baselines: tuple[str, ...]
 
-    def baseline(self, asked: str | None, running: Sequence[Provider]) -> str:
-        """Return the name of the provider that ratios refer to.
-
-        Raises:
-            InputError: if `asked` is not among the running providers.
-        """
-        names = [each.name for each in running]
-        if asked is not None:
-            check_name("baseline", asked, names)
-            return asked
-        return next((name for name in self.baselines if name in names), names[0])
+    def baseline(self, rows: Sequence[Row]) -> str:
+        """Return the name of the provider that ratios refer to, for a run of at least one row."""
+        timed = [row.provider for row in rows if row.median_ms is not None]
+        others = [*timed, rows[0].provider]
+        return next((name for name in self.baselines if name in timed), others[0])
