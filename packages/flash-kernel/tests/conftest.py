@@ -20,6 +20,12 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
     config.addinivalue_line("markers", "slow: takes more than ten seconds")
+    # torch's own: its first product in autograd's thread, and inductor with Python 3.12
+    for message in (
+        "Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",
+        "`torch.jit.script_method` is deprecated:DeprecationWarning",
+    ):
+        config.addinivalue_line("filterwarnings", f"ignore:{message}")
     if os.environ.get("FLASH_KERNEL_EXPECT_GPU") == "1" and not GPU_FOUND:
         raise pytest.UsageError("FLASH_KERNEL_EXPECT_GPU=1 is set, but torch sees no CUDA GPU.")
 

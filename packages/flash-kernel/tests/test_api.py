@@ -83,6 +83,9 @@ def test_float64_works_on_a_cpu():
         ({"impl": "torch", "backward": "dense"}, ValueError, "Pass backward='auto'"),
         ({"scale": float("nan")}, ValueError, "`scale` must be finite, got nan"),
         ({"scale": "0.5"}, TypeError, "`scale` must be a number or None, got str"),
+        ({"scale": 10**400}, ValueError, "`scale` must be finite"),
+        ({"impl": ["triton"]}, ValueError, r"`impl` must be one of .* got \['triton'\]"),
+        ({"is_causal": "no"}, TypeError, "`is_causal` must be True or False, got 'no'"),
         ({"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
     ],
 )
@@ -112,10 +115,10 @@ def test_triton_refuses_a_cpu_tensor_where_it_does_not_interpret(monkeypatch):
     from triton import knobs
 
     monkeypatch.setattr(knobs.runtime, "interpret", False)
-    dispatch.triton_failure.cache_clear()
+    dispatch._triton_failure.cache_clear()
     with pytest.raises(RuntimeError, match=r"needs a CUDA tensor, got device 'cpu'. Pass impl="):
         flash_attention(*QKV, impl="triton")
-    dispatch.triton_failure.cache_clear()
+    dispatch._triton_failure.cache_clear()
 
 
 @pytest.fixture
@@ -147,6 +150,44 @@ def test_auto_falls_back_with_one_warning_where_triton_cannot_launch(broken_trit
 def test_explicit_triton_never_falls_back(broken_triton):
     with pytest.raises(RuntimeError, match=f"impl='triton' {broken_triton}"):
         dispatch.resolve(OnGpu(), OnGpu(), return_lse=False, impl="triton", backward="auto")
+
+
+def test_numpy_numbers_are_scales():
+    numpy = pytest.importorskip("numpy")
+    o = flash_attention(*QKV, scale=numpy.float32(0.5), impl="mock")
+    torch.testing.assert_close(o, attention_reference(*QKV, scale=0.5)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["triton", "mock"])
+def test_functional_transforms_raise_in_words(impl, device):
+    q, k, v = (x.to(device) for x in QKV)
+    with pytest.raises(RuntimeError, match=r"torch.func transforms .* Pass impl='reference'"):
+        torch.func.grad(lambda q: flash_attention(q, k, v, impl=impl).sum())(q)
+    gradient = torch.func.grad(lambda q: flash_attention(q, k, v, impl="reference").sum())(q)
+    assert gradient.isfinite().all()
+
+
+# torch's own, when a dual tensor is made
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("impl", ["triton", "mock"])
+def test_forward_mode_tangent_is_refused_not_dropped(impl, device):
+    q, k, v = (x.to(device) for x in QKV)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(
+            (RuntimeError, NotImplementedError), match=r"forward mode|jvp|torch.func"
+        ):
+            flash_attention(dual, k, v, impl=impl)
+
+
+# the row that sees nothing computes inf - inf, in the interpreter with a warning
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_infinite_query_that_sees_nothing_gives_zero(device):
+    q, k, v = make_qkv(1, 1, 4, 2, 16, dtype=torch.float32, device=device)
+    q[..., 0, :] = float("inf")
+    for impl in ("triton", "torch", "mock", "reference"):
+        o = flash_attention(q, k, v, is_causal=True, impl=impl)
+        assert (o[..., :2, :] == 0).all(), impl
 
 
 def test_public_names_exist_and_unknown_ones_raise():

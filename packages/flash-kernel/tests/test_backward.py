@@ -54,6 +54,19 @@ def test_gradient_of_lse_is_honoured(backward, is_causal, device):
     assert_matches_reference(fn, q, k, v, is_causal=is_causal, dlse=dlse)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("backward", ["triton", "dense"])
+# the backward exponentiates hidden scores, which may overflow, before it masks them
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+def test_gradients_stay_accurate_where_every_row_attends_to_one_key(backward, dtype, device):
+    """As in trained models: lse is then far from 0, and dv of that key sums over all rows."""
+    q, k, v = make_qkv(1, 2, 200, 200, 64, dtype=dtype, device=device)
+    q = q + 3
+    k[..., 0, :] += 3
+    fn = partial(flash_attention, is_causal=True, impl="triton", backward=backward)
+    assert_matches_reference(fn, q, k, v, is_causal=True)
+
+
 def test_lse_alone_can_be_differentiated(device):
     q, k, v = make_qkv(1, 1, 20, 20, 16, dtype=torch.float32, device=device, requires_grad=True)
     for impl in ("triton", "reference"):

@@ -35,7 +35,7 @@ def test_operators_pass_opcheck(impl, backward, contiguous, device):
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("impl", ["auto", "mock"])
+@pytest.mark.parametrize("impl", ["auto", "mock", "torch"])
 def test_full_graph_compiles_and_equals_eager(impl, device):
     @torch.compile(fullgraph=True)
     def layer(q, k, v):

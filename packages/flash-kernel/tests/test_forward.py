@@ -7,7 +7,7 @@ import torch
 import triton
 
 from flash_kernel import flash_attention
-from flash_kernel._triton import launch
+from flash_kernel._triton import launch, prepared
 from flash_kernel._triton.config import BlockConfig, KernelConfigs
 from flash_kernel.testing import assert_matches_reference, make_qkv
 
@@ -51,7 +51,7 @@ def test_kernel_matches_float64_in_every_dtype(dtype, device):
     assert_matches_reference(partial(TRITON, is_causal=True), q, k, v, is_causal=True)
 
 
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-300, 1e-40, 1.0])
 def test_kernel_takes_any_scale(scale, device):
     q, k, v = make_qkv(1, 1, 40, 72, 16, dtype=torch.float32, device=device)
     fn = partial(TRITON, is_causal=True, scale=scale)
@@ -191,13 +191,14 @@ def test_grid_has_one_program_per_batch_head_and_query_tile(device, monkeypatch)
     class Recorder:
         def __getitem__(self, grid):
             grids.append(grid)
-            return lambda **arguments: grids.append((arguments["SPEC"].BLOCK_M,))
+            return lambda *arguments, **_: grids.append((arguments[-1].BLOCK_M,))
 
     monkeypatch.setattr(launch, "flash_attention_forward_kernel", Recorder())
     q, k, v = make_qkv(2, 3, 130, 70, 16, dtype=torch.float32, device=device)
+    monkeypatch.setattr(prepared, "_prepared", {})
     forward(q, k, v)
     grid, (block_m,) = grids
-    assert grid == (2 * 3, triton.cdiv(130, block_m))
+    assert grid == (2 * 3, triton.cdiv(130, block_m), 1)
     assert BlockConfig() == BlockConfig(block_m=64, block_n=64)
 
 
@@ -223,7 +224,7 @@ def test_float32_is_exact_unless_torch_allows_tf32(device):
     try:
         for allowed, expected in (("ieee", "ieee"), ("tf32", "tf32")):
             torch.backends.cuda.matmul.fp32_precision = allowed
-            assert launch.float32_precision() == expected
+            assert launch.float32_precision(torch.float32) == expected
     finally:
         torch.backends.cuda.matmul.fp32_precision = precision
     q, k, v = make_qkv(1, 2, 130, 130, 64, dtype=torch.float32, device=device)

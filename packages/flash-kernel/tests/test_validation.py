@@ -61,9 +61,9 @@ def test_a_wrong_kind_of_input_raises_a_type_error_that_names_it(q, k, v, messag
     ],
 )
 def test_a_scale_that_is_no_finite_number_is_refused(scale, error, message):
-    check_qkv(Q, K, K, 2)
+    check_qkv(Q, K, K, scale=2)
     with pytest.raises(error, match=re.escape(message)):
-        check_qkv(Q, K, K, scale)
+        check_qkv(Q, K, K, scale=scale)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

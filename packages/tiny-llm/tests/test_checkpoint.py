@@ -194,6 +194,15 @@ def test_foreign_optimizer_state_is_refused(saved):
         checkpoint.build_optimizer(checkpoint.build_model(device="cpu"))
 
 
+def test_remains_of_a_killed_save_are_ignored_and_removed_by_the_next(run, saved):
+    remains = saved.with_name(".checkpoint.pt.tmp")
+    remains.write_bytes(saved.read_bytes()[:1000])
+    assert load_checkpoint(saved.parent).step == 0
+    run[2](saved, 1)
+    assert load_checkpoint(saved.parent).step == 1
+    assert list(saved.parent.iterdir()) == [saved]
+
+
 def test_full_disk_keeps_the_old_checkpoint_and_leaves_no_other(run, saved):
     before = saved.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

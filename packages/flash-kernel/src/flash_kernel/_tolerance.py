@@ -159,7 +159,8 @@ def _rounding_noise(
     state_unit = _STATE_UNITS * _unit(torch.promote_types(dtype, torch.float32))
     unit2, state_unit2 = _unit(dtype) ** 2, state_unit**2
     lse = lse.masked_fill(lse == -math.inf, math.inf)[..., None]  # [..., M, 1]; p of such rows is 0
-    p = torch.exp(scale * (q @ k.mT) - lse)  # [..., M, N]
+    s = scale * (q @ k.mT)
+    p = torch.exp(s - lse)  # [..., M, N]
     if is_causal:
         p = p.masked_fill(~visible_mask(q.shape[-2], k.shape[-2], q.device), 0.0)
     dp = do @ v.mT
@@ -167,7 +168,9 @@ def _rounding_noise(
     o_of_do = (do * (p @ v)).square().sum(-1)
 
     q2, k2, v2, do2 = q.square(), k.square(), v.square(), do.square()
-    s2 = state_unit2 * scale**2 * (q2 @ k2.mT)
+    # of the products, and of the sum at the size it reaches: scores are computed more than once, in
+    # orders that differ, and lse, which is as large as they are, is rounded between
+    s2 = state_unit2 * (scale**2 * (q2 @ k2.mT) + s.square())
     p2 = p.square() * (state_unit2 + s2)
     o2 = p2 @ v2
     dp2 = state_unit2 * (do2 @ v2.mT)

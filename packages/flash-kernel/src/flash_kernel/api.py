@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from flash_kernel.autograd import attend
-from flash_kernel.dispatch import resolve
+from flash_kernel.dispatch import TRITON_DTYPES, check_options, checked_plan
+from flash_kernel.reference import attention_reference
+from flash_kernel.torch_attention import torch_attention
 from flash_kernel.validation import check_qkv
 
 
@@ -73,14 +75,44 @@ def flash_attention(
 
     FlashAttention-2 (Dao, 2023, arXiv 2307.08691).
     """
-    check_qkv(q, k, v, scale)
-    lse: Tensor | None
-    if torch.compiler.is_compiling() and (q.is_cuda or (impl, backward) != ("auto", "auto")):
-        from flash_kernel.ops import forward_op
-
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        o, lse = forward_op(q, k, v, is_causal, scale, impl, backward)
+    if torch.compiler.is_compiling():
+        o, lse = _traced(q, k, v, is_causal, scale, return_lse, impl, backward)
     else:
-        plan = resolve(q, k, return_lse=return_lse, impl=impl, backward=backward)
+        plan = checked_plan(
+            q,
+            k,
+            v,
+            is_causal=is_causal,
+            scale=scale,
+            return_lse=return_lse,
+            impl=impl,
+            backward=backward,
+        )
+        scale = None if scale is None else float(scale)
         o, lse = attend(plan, q, k, v, is_causal=is_causal, scale=scale)
     return o if lse is None or not return_lse else (o, lse)
+
+
+def _traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    impl: str,
+    backward: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Return o and lse inside ``torch.compile``: our operator, or what torch can trace itself."""
+    check_qkv(q, k, v, is_causal=is_causal, scale=scale)
+    check_options(return_lse=return_lse, impl=impl, backward=backward)
+    for_triton = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[-1] <= 256
+    if impl != "torch" and (for_triton or (impl, backward) != ("auto", "auto")):
+        from flash_kernel.ops import forward_op
+
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        o, lse = forward_op(q, k, v, is_causal, scale, impl, backward)
+        return o, lse
+    if return_lse:
+        return attention_reference(q, k, v, is_causal=is_causal, scale=scale)
+    return torch_attention(q, k, v, is_causal=is_causal, scale=scale), None

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_kernel.backward import flash_attention_backward, flash_attention_backward_compiled
 from flash_kernel.dispatch import Plan
@@ -33,7 +34,20 @@ class FlashAttention(torch.autograd.Function):
         cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         """Return ``o`` and ``lse`` by the plan's forward, differentiated by its backward."""
-        o, lse = super().apply(q, k, v, is_causal, scale, plan)
+        arguments = (q, k, v, is_causal, scale, plan)
+        if torch._C._are_functorch_transforms_active():
+            msg = (
+                "flash_attention does not run under torch.func transforms (grad, vmap, jvp, ...). "
+                "Pass impl='reference', which does."
+            )
+            raise RuntimeError(msg)
+        records = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        # a forward-mode level goes through `apply` too, which refuses tangents in words
+        if not records and forward_ad._current_level < 0:
+            return cls.forward(*arguments)
+        # what `Function.apply` comes to, without its binding of arguments to the signature of
+        # `forward`, which costs more than a small kernel
+        o, lse = super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
         return o, lse
 
     @staticmethod
@@ -85,7 +99,7 @@ def run_forward(
         o, lse = launch_forward(
             *(as_batch_and_heads(x) for x in (q, k, v)), is_causal=is_causal, scale=scale
         )
-        return o.reshape(q.shape), lse.reshape(q.shape[:-1])
+        return (o, lse) if q.dim() == 4 else (o.reshape(q.shape), lse.reshape(q.shape[:-1]))
     if impl == "mock":
         from flash_kernel.mock import flash_attention_mock_forward
 

@@ -46,13 +46,14 @@ def flash_attention_backward(
     FlashAttention-2 (Dao, 2023, arXiv 2307.08691), section 3.1, without the tiles.
     """
     state_dtype = torch.promote_types(q.dtype, torch.float32)
-    s = (q @ k.mT).to(state_dtype) * scale  # [..., M, N]
+    # lse normalizes exact scores: rounded to half precision, they would no longer sum to 1
+    s = (q.to(state_dtype) @ k.to(state_dtype).mT) * scale  # [..., M, N]
     p = torch.exp(s - lse[..., None])
     if is_causal:
         # after the exponential: a row that sees nothing has lse = -inf, and its p is inf until now
         p = p.masked_fill(~visible_mask(q.shape[-2], k.shape[-2], q.device), 0.0)
     dv = p.to(do.dtype).mT @ do
-    dp = (do @ v.mT).to(state_dtype)
+    dp = do.to(state_dtype) @ v.to(state_dtype).mT
     delta = (do.to(state_dtype) * o.to(state_dtype)).sum(-1)  # [..., M]
     if dlse is not None:
         delta = delta - dlse

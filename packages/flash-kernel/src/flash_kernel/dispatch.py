@@ -7,16 +7,23 @@ configurations that says what Triton can take is plain data.
 import functools
 import importlib.util
 import warnings
+from collections.abc import Hashable
 from dataclasses import dataclass
+from types import NoneType
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from flash_kernel._triton.config import configs_for, max_head_dim, max_seqlen
+from flash_kernel.validation import check_qkv
 
 IMPLS = ("auto", "triton", "torch", "mock", "reference")
 BACKWARDS = ("auto", "triton", "compiled", "dense")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+MAX_PLANS = 4096  # descriptions of inputs; when there are more, all are forgotten
+_plans: dict[Hashable, "Plan"] = {}
 
 OWN_BACKWARD = {
     "triton": "triton",
@@ -38,6 +45,44 @@ class Plan:
     backward: str
 
 
+def checked_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    return_lse: bool,
+    impl: str,
+    backward: str,
+) -> Plan:
+    """Check the inputs and return the plan for them; done once for inputs of one description.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: See `check_qkv` and `resolve`.
+    """
+    key = None
+    if all(map(_is_plain, (q, k, v))) and type(scale) in (float, NoneType):
+        shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
+        devices = (q.device, k.device, v.device)
+        key = (shapes, dtypes, devices, is_causal, scale, return_lse, f"{impl}", f"{backward}")
+        plan = _plans.get(key)
+        if plan is not None:
+            return plan
+    check_qkv(q, k, v, is_causal=is_causal, scale=scale)
+    plan = resolve(q, k, return_lse=return_lse, impl=impl, backward=backward)
+    if key is not None:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Say whether a tensor is described by its shape, dtype and device."""
+    return type(x) in (Tensor, Parameter) and x.layout == torch.strided and not x.is_nested
+
+
 def resolve(q: Tensor, k: Tensor, *, return_lse: bool, impl: str, backward: str) -> Plan:
     """Return the plan for a call.
 
@@ -45,8 +90,7 @@ def resolve(q: Tensor, k: Tensor, *, return_lse: bool, impl: str, backward: str)
         ValueError, TypeError, RuntimeError: ``impl`` or ``backward`` is unknown, or was asked for
             explicitly and cannot be had; the message says why and what to do.
     """
-    _check_name("impl", impl, IMPLS)
-    _check_name("backward", backward, BACKWARDS)
+    check_options(return_lse=return_lse, impl=impl, backward=backward)
     if impl == "auto":
         impl = _choose_impl(q, k, return_lse=return_lse, backward=backward)
     for option, choice in (("impl", impl), ("backward", backward)):
@@ -54,22 +98,19 @@ def resolve(q: Tensor, k: Tensor, *, return_lse: bool, impl: str, backward: str)
             refusal = triton_refusal(q, k, option)
             if refusal is not None:
                 raise refusal
-    if impl == "torch":
-        _check_torch(return_lse=return_lse, backward=backward)
     return Plan(impl, OWN_BACKWARD[impl] if backward == "auto" else backward)
 
 
-def _check_name(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        msg = f"`{name}` must be one of {', '.join(map(repr, known))}, got {value!r}."
-        raise ValueError(msg)
-
-
-def _check_torch(*, return_lse: bool, backward: str) -> None:
-    if return_lse:
+def check_options(*, return_lse: bool, impl: str, backward: str) -> None:
+    """Raise unless the options exist and go together, whatever the tensors."""
+    for name, value, known in (("impl", impl, IMPLS), ("backward", backward, BACKWARDS)):
+        if value not in known:
+            msg = f"`{name}` must be one of {', '.join(map(repr, known))}, got {value!r}."
+            raise ValueError(msg)
+    if impl == "torch" and return_lse:
         msg = "impl='torch' returns no lse. Pass impl='reference', or impl='auto' to let it choose."
         raise ValueError(msg)
-    if backward != "auto":
+    if impl == "torch" and backward != "auto":
         msg = (
             f"impl='torch' is differentiated by torch itself, got backward={backward!r}. "
             "Pass backward='auto', or another impl."
@@ -109,9 +150,17 @@ def triton_refusal(q: Tensor, k: Tensor, option: str = "impl") -> Exception | No
     return None if failure is None else RuntimeError(f"{wish} {failure}")
 
 
-@functools.cache
 def triton_failure(device: torch.device) -> str | None:
     """Return why Triton's kernels cannot run on a device, or None; found out once a process."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return (
+            None  # a graph being captured cannot wait for a probe; a failure will speak for itself
+        )
+    return _triton_failure(device)
+
+
+@functools.cache
+def _triton_failure(device: torch.device) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed. Install flash-kernel[triton]."
     if device.type == "cuda":

@@ -48,7 +48,7 @@ def attention_reference(
     A NaN or inf in a key leaves o and lse of the rows that cannot see that key untouched.  One in a
     *value* does not: the dense product multiplies it by a weight of 0, which gives NaN.
     """
-    check_qkv(q, k, v, scale)
+    check_qkv(q, k, v, is_causal=is_causal, scale=scale)
     seqlen_q, seqlen_k, head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
     if scale is None:
         scale = head_dim**-0.5

@@ -9,8 +9,8 @@ def as_batch_and_heads(x: Tensor) -> Tensor:
     Nothing is copied up to four dimensions.  Beyond, all leading dimensions but the last become the
     batch, which copies only where no view can express that.
     """
-    if x.dim() == 2:
-        return x[None, None]
+    if x.dim() == 4:
+        return x
     if x.dim() == 3:
         return x[:, None]
-    return x.flatten(0, -4)
+    return x[None, None] if x.dim() == 2 else x.flatten(0, -4)

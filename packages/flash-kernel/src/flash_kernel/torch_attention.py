@@ -20,16 +20,17 @@ def torch_attention(
     q, k, v = (as_batch_and_heads(x) for x in (q, k, v))
     seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     if seqlen_k == 0:
-        # keeps the graph connected: the gradients are zeros, not missing
-        return (q * 0.0 + (k.sum() + v.sum())).reshape(shape)
+        # the sums are 0; they keep the graph connected, so that gradients are zeros, not missing
+        hidden = torch.ones((), dtype=torch.bool, device=q.device)
+        return (q.masked_fill(hidden, 0.0) + (k.sum() + v.sum())).reshape(shape)
     if not is_causal or seqlen_q == seqlen_k:
         o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
     elif seqlen_q > seqlen_k:
         # the first rows see no key; what is left is square, where both alignments agree
-        empty = q[:, :, : seqlen_q - seqlen_k] * 0.0
-        rest = q[:, :, seqlen_q - seqlen_k :]
+        num_empty = seqlen_q - seqlen_k
+        rest = q[:, :, num_empty:]
         o = F.scaled_dot_product_attention(rest, k, v, is_causal=True, scale=scale)
-        o = torch.cat([empty, o], dim=2)
+        o = F.pad(o, (0, 0, num_empty, 0))
     else:
         mask = visible_mask(seqlen_q, seqlen_k, q.device)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

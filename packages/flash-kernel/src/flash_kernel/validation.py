@@ -1,6 +1,8 @@
 """What the inputs of attention must be.  Every message says what came and what to do about it."""
 
 import math
+import numbers
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,13 +10,16 @@ from torch import Tensor
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> None:
-    """Raise unless ``q``, ``k``, ``v`` and ``scale`` are a valid input of attention.
+def check_qkv(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None
+) -> None:
+    """Raise unless the arguments are a valid input of attention.
 
     Args:
         q: Queries ``[..., M, D]``, strided, in one of `SUPPORTED_DTYPES`, with ``D >= 1``.
         k: Keys ``[..., N, D]`` with the dtype, device and leading dimensions of ``q``.
         v: Values, shaped like ``k``.
+        is_causal: True or False.
         scale: None, or a finite number.
 
     ``M``, ``N`` and the leading dimensions may be 0.  Nothing is broadcast.
@@ -33,6 +38,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> No
     _check_shape("k", k, [*leading, None, head_dim], like="q")
     _check_shape("v", v, list(k.shape), like="k")
     _check_scale(scale)
+    _check_flag("is_causal", is_causal)
 
 
 def _check_kind(name: str, tensor: object) -> None:
@@ -91,15 +97,26 @@ def _check_shape(name: str, tensor: Tensor, expected: list[int | None], *, like:
         raise ValueError(msg)
 
 
-def _check_scale(scale: object) -> None:
+def _check_scale(scale: Any) -> None:
     if scale is None:
         return
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    is_number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    if not is_number:
         msg = f"`scale` must be a number or None, got {type(scale).__name__}."
         raise TypeError(msg)
-    if not math.isfinite(scale):
+    try:
+        is_finite = math.isfinite(scale)
+    except OverflowError:  # an integer beyond the range of floats
+        is_finite = False
+    if not is_finite:
         msg = f"`scale` must be finite, got {scale}."
         raise ValueError(msg)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        msg = f"`{name}` must be True or False, got {value!r}."
+        raise TypeError(msg)
 
 
 def _short(dtype: torch.dtype) -> str:

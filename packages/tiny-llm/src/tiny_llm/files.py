@@ -25,14 +25,16 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     if path.is_dir():
         message = f"cannot write {path}: it is a folder; name a file"
         raise FileError(message)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # one fixed name: what a killed process left behind is overwritten by the next one
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with _removed_on_failure(temporary), temporary.open("w+b") as file:
-            yield file
-            file.flush()
-            # the data must be on the disk before the name points to it
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with _removed_on_failure(temporary):
+            with temporary.open("w+b") as file:
+                yield file
+                file.flush()
+                # the data must be on the disk before the name points to it
+                os.fsync(file.fileno())
+            temporary.replace(path)
     except FileError:
         raise
     except OSError as error:

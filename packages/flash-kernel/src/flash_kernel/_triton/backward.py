@@ -31,7 +31,7 @@ def flash_attention_row_statistics_kernel(
     o, do, lse_ptr, dlse_ptr, statistics_ptr, o_strides, do_strides, num_heads, seqlen_q, padded_q,
     HAS_DLSE: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Write lse * log2(e) and delta = rowsum(do * o) - dlse as float32 ``[B, H, 2, padded_q]``.
+    """Write lse and delta = rowsum(do * o) - dlse as float32 ``[B, H, 2, padded_q]``.
 
     Rows past the end, and rows that saw no key (lse = -inf), get lse = +inf: their p is then 0, and
     the loops that read these rows need no mask for them.
@@ -48,23 +48,36 @@ def flash_attention_row_statistics_kernel(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + batch_head * seqlen_q + rows, mask=rows < seqlen_q, other=0.0)
     lse = tl.load(lse_ptr + batch_head * seqlen_q + rows, mask=rows < seqlen_q, other=INF)
-    lse_log2 = tl.where(lse == -INF, INF, lse * LOG2_E)
+    lse = tl.where(lse == -INF, INF, lse)
     statistics_ptr += batch_head * 2 * padded_q
-    tl.store(statistics_ptr + rows, lse_log2, mask=rows < padded_q)
+    tl.store(statistics_ptr + rows, lse, mask=rows < padded_q)
     tl.store(statistics_ptr + padded_q + rows, delta, mask=rows < padded_q)
 
 
 @triton.jit
 def load_row_statistics(statistics_ptr, row, padded_q, SPEC: tl.constexpr):
-    """lse in units of log2, and delta, of one query tile: both ``[BLOCK_M]``."""
+    """Return lse and delta of one query tile, both ``[BLOCK_M]``."""
     rows = row + tl.arange(0, SPEC.BLOCK_M)
     return tl.load(statistics_ptr + rows), tl.load(statistics_ptr + padded_q + rows)
 
 
 @triton.jit
+def probabilities(s, lse, scale, scale_log2, IS_FLOAT32: tl.constexpr):
+    """Rebuild p = exp(scale * s - lse) of unscaled scores; ``lse`` broadcasts against ``s``."""
+    if IS_FLOAT32:
+        # the difference is small where p is not, so that bringing it to base 2 costs no digits;
+        # lse times log2(e) alone, for an lse of 100, would cost p its last six bits
+        p = tl.math.exp2((s * scale - lse) * LOG2_E)
+    else:
+        # one multiply-add a score; those bits are lost anyway when p is rounded for the product
+        p = tl.math.exp2(s * scale_log2 - lse * LOG2_E)
+    return p
+
+
+@triton.jit
 def accumulate_dk_dv(
-    dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, padded_q, col, start, end, seqlen_k, scale_log2,
-    MASKED: tl.constexpr, SPEC: tl.constexpr,
+    dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, padded_q, col, start, end, seqlen_k, scale,
+    scale_log2, MASKED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Add the query rows ``[start, end)``, tile by tile, to dk and dv of one key tile.
 
@@ -77,9 +90,9 @@ def accumulate_dk_dv(
         row = tl.multiple_of(row, BLOCK_M)
         rows = row + tl.arange(0, BLOCK_M)
         q_i = load_rows(q, row, BLOCK_M, SPEC)
-        lse_log2, delta = load_row_statistics(statistics_ptr, row, padded_q, SPEC)
+        lse, delta = load_row_statistics(statistics_ptr, row, padded_q, SPEC)
         s_t = tl.dot(k_j, q_i.T, input_precision=SPEC.PRECISION)
-        p_t = tl.math.exp2(s_t * scale_log2 - lse_log2[None, :])
+        p_t = probabilities(s_t, lse[None, :], scale, scale_log2, q_i.dtype == tl.float32)
         if MASKED:
             visible = visible_keys(rows[None, :], cols[:, None], q.num_rows, seqlen_k, SPEC)
             p_t = tl.where(visible, p_t, 0.0)
@@ -123,11 +136,11 @@ def flash_attention_dk_dv_kernel(
     if SPEC.IS_CAUSAL:
         dk_j, dv_j = accumulate_dk_dv(
             dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, start, full,
-            seqlen_k, scale_log2, True, SPEC,
+            seqlen_k, scale, scale_log2, True, SPEC,
         )  # fmt: skip
     dk_j, dv_j = accumulate_dk_dv(
         dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, full, seqlen_q,
-        seqlen_k, scale_log2, False, SPEC,
+        seqlen_k, scale, scale_log2, False, SPEC,
     )  # fmt: skip
     store_rows(dk_rows, dk_j * scale, col, BLOCK_N, SPEC)
     store_rows(dv_rows, dv_j, col, BLOCK_N, SPEC)
@@ -135,7 +148,7 @@ def flash_attention_dk_dv_kernel(
 
 @triton.jit
 def accumulate_dq(
-    dq_i, q_i, do_i, lse_log2, delta, k, v, row, start, end, seqlen_q, scale_log2,
+    dq_i, q_i, do_i, lse, delta, k, v, row, start, end, seqlen_q, scale, scale_log2,
     MASKED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Add the keys ``[start, end)``, tile by tile, to dq of one query tile."""
@@ -144,7 +157,7 @@ def accumulate_dq(
     for col in tl.range(start, end, BLOCK_N):
         k_j = load_rows(k, col, BLOCK_N, SPEC)
         s_ij = tl.dot(q_i, k_j.T, input_precision=SPEC.PRECISION)
-        p_ij = tl.math.exp2(s_ij * scale_log2 - lse_log2[:, None])
+        p_ij = probabilities(s_ij, lse[:, None], scale, scale_log2, q_i.dtype == tl.float32)
         if MASKED:
             cols = col + tl.arange(0, BLOCK_N)
             visible = visible_keys(rows[:, None], cols[None, :], seqlen_q, k.num_rows, SPEC)
@@ -179,18 +192,18 @@ def flash_attention_dq_kernel(
 
     q_i = load_rows(q_rows, row, BLOCK_M, SPEC)
     do_i = load_rows(do_rows, row, BLOCK_M, SPEC)
-    lse_log2, delta = load_row_statistics(
+    lse, delta = load_row_statistics(
         statistics_ptr + batch_head * 2 * padded_q, row, padded_q, SPEC
     )
     dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     full, end = key_range(row, seqlen_q, seqlen_k, SPEC)
     dq_i = accumulate_dq(
-        dq_i, q_i, do_i, lse_log2, delta, k_rows, v_rows, row, 0, full, seqlen_q, scale_log2,
+        dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, 0, full, seqlen_q, scale, scale_log2,
         False, SPEC,
     )  # fmt: skip
     dq_i = accumulate_dq(
-        dq_i, q_i, do_i, lse_log2, delta, k_rows, v_rows, row, full, end, seqlen_q, scale_log2,
+        dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, full, end, seqlen_q, scale, scale_log2,
         True, SPEC,
     )  # fmt: skip
     store_rows(dq_rows, dq_i * scale, row, BLOCK_M, SPEC)

@@ -17,7 +17,7 @@ class KernelSpec:
     BLOCK_M: int  # query rows of a tile
     BLOCK_N: int  # key rows of a tile
     IS_CAUSAL: bool
-    PRESCALED: bool  # scores are scaled before the running maximum is taken (scale <= 0)
+    PRESCALED: bool  # scores are scaled before the running maximum is taken, for any scale <= 0
     PRECISION: str  # of a float32 product: "ieee" or "tf32"; other dtypes have but one
     USE_DESCRIPTORS: bool  # tiles move through tensor descriptors (TMA), not through pointers
 
@@ -47,6 +47,9 @@ def _configs(
     return KernelConfigs(*(BlockConfig(*config) for config in (forward, dk_dv, dq)))
 
 
+# query rows of a tile of the row statistics, the small kernel before the backward
+STATISTICS_BLOCK_M = 32
+
 # (BLOCK_M, BLOCK_N, warps, stages) of the forward, dk/dv and dq kernels, by generation and BLOCK_D.
 HALF_PRECISION = {
     # up to 227 KiB of shared memory; the best of the sweep in docs/tuning-log.md, on an H200
@@ -54,6 +57,12 @@ HALF_PRECISION = {
         64: _configs((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
         128: _configs((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3)),
         256: _configs((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 3)),
+    },
+    # as much; but products there read a tile of K or V from shared memory in a second layout
+    "blackwell": {
+        64: _configs((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
+        128: _configs((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3)),
+        256: _configs((128, 64, 8, 2), (64, 64, 8, 1), (64, 32, 4, 3)),
     },
     # up to 99 KiB (sm_86, sm_89, sm_120)
     "ampere": {
@@ -76,7 +85,8 @@ _FLOAT32_SMALL = {
 }
 _FLOAT32_LARGE = _FLOAT32_SMALL | {256: _configs((32, 16, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1))}
 # 64 KiB do not hold the backward of a head_dim above 128
-FLOAT32 = {"hopper": _FLOAT32_LARGE, "ampere": _FLOAT32_LARGE, "portable": _FLOAT32_SMALL}
+FLOAT32 = dict.fromkeys(("hopper", "blackwell", "ampere"), _FLOAT32_LARGE)
+FLOAT32["portable"] = _FLOAT32_SMALL
 
 MAX_TILES = 65535  # programs along the second axis of a grid, that of the tiles
 
@@ -92,7 +102,7 @@ def compute_capability(device: torch.device) -> int:
 def generation(capability: int) -> str:
     """Return the table's name for a compute capability, 90 for 9.0; 0 stands for no NVIDIA GPU."""
     if 90 <= capability < 120:
-        return "hopper"
+        return "hopper" if capability < 100 else "blackwell"
     return "ampere" if capability >= 80 else "portable"
 
 
@@ -115,4 +125,5 @@ def max_head_dim(dtype: torch.dtype, device: torch.device) -> int:
 
 def max_seqlen(configs: KernelConfigs) -> int:
     """Return how long a sequence the grids of these configurations can cover."""
-    return MAX_TILES * min(configs.forward.block_m, configs.dk_dv.block_n, configs.dq.block_m)
+    blocks = (configs.forward.block_m, configs.dk_dv.block_n, configs.dq.block_m)
+    return MAX_TILES * min(STATISTICS_BLOCK_M, *blocks)

@@ -1,0 +1,121 @@
+"""Launches prepared once and repeated cheaply.
+
+Triton's own launch specialises, hashes and looks up every argument, and a tensor descriptor checks
+itself each time it is built: several hundred microseconds for a backward, longer than many kernels
+run.  All of it depends on shapes, strides, dtypes and alignment alone.  So that is the key under
+which a launch is prepared; from its second time on, only addresses change.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flash_kernel._triton.config import BlockConfig
+
+ALIGNMENT = 16  # bytes: what the copy engine asks of an address and of every stride but the last
+MAX_PREPARED = 4096  # shapes met; when there are more, all are forgotten and prepared anew
+
+
+class PreparedLaunch:
+    """A kernel, its grid, and every argument but the addresses of its tensors.
+
+    ``kernel`` takes its tensors first.  For each of them ``blocks`` has the block shape of the
+    descriptor to pass, or None to pass the tensor itself; ``constants`` are the arguments after.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int],
+        blocks: list[list[int] | None],
+        constants: tuple[Any, ...],
+        config: BlockConfig,
+    ) -> None:
+        self.kernel = kernel
+        self.grid = (*grid, 1)
+        self.blocks = blocks
+        self.constants = constants
+        self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        self.templates: list[TensorDescriptor | None] = []
+        self.run: Callable[..., None] | None = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch on the current stream of the tensors' device."""
+        device = tensors[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(*tensors)
+        if self.run is None:
+            return self._launch_first(tensors)
+        arguments = [
+            x if template is None else with_base(template, x)
+            for x, template in zip(tensors, self.templates, strict=True)
+        ]
+        return self.run(*arguments, *self.constants)
+
+    def _launch_first(self, tensors: tuple[Tensor, ...]) -> None:
+        """Launch through Triton, which compiles; keep the compiled kernel for the next time."""
+        arguments = [
+            x if block is None else describe(x, block)
+            for x, block in zip(tensors, self.blocks, strict=True)
+        ]
+        compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
+        if compiled is None:  # Triton interprets
+            return
+        # a template must not keep the first call's tensors alive
+        self.templates = [
+            with_base(x, None) if isinstance(x, TensorDescriptor) else None for x in arguments
+        ]
+        self.run = compiled[self.grid]
+
+
+def with_base(template: TensorDescriptor, base: Tensor | None) -> TensorDescriptor:
+    """Copy a descriptor onto another address, without the checks that its key has passed."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(template.__dict__, base=base)
+    return descriptor
+
+
+def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """Return a descriptor over ``x``, which `is_aligned`."""
+    # the stride of a dimension of size 1 is arbitrary, but a descriptor has every stride aligned
+    leading = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    strides = [stride if size > 1 else ALIGNMENT for size, stride in leading]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
+
+
+def layout_key(*tensors: Tensor) -> tuple[Hashable, ...]:
+    """Return what a prepared launch depends on of its tensors: all but address and contents."""
+    x = tensors[0]  # the others share its dtype and device
+    layouts = [(x.shape, x.stride(), x.data_ptr() % ALIGNMENT == 0) for x in tensors]
+    return (x.dtype, x.device, *layouts)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Say whether rows are contiguous, and addresses and strides multiples of 16 bytes."""
+    if x.numel() == 0 or x.shape[-1] == 1 or x.stride(-1) != 1 or x.data_ptr() % ALIGNMENT:
+        return False
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1][:-1]
+    return all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in strides)
+
+
+_prepared: dict[Hashable, PreparedLaunch] = {}
+
+
+def prepared(key: Hashable, prepare: Callable[[], PreparedLaunch]) -> PreparedLaunch:
+    """Return the launch prepared under a key, preparing it if it is new."""
+    launch = _prepared.get(key)
+    if launch is None:
+        if len(_prepared) >= MAX_PREPARED:
+            _prepared.clear()
+        launch = _prepared[key] = prepare()
+    return launch
+
+
+def is_interpreted() -> bool:
+    """Say whether Triton interprets its kernels on the CPU."""
+    return bool(knobs.runtime.interpret)

@@ -1,0 +1,112 @@
+"""ARCHITECTURE.md as a test: who imports whom, and how long a file may be."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import flash_kernel
+
+PACKAGE = Path(flash_kernel.__file__).parent
+MAX_LINES = 400
+
+# Lowest first: a module imports from lower layers only, at its top or inside a function.
+LAYERS = (
+    ("validation", "shapes", "second_order", "_triton", "_triton.config"),
+    ("reference", "_triton.primitives", "_triton.probe", "_triton.prepared"),
+    ("backward", "torch_attention", "mock", "_tolerance", "_triton.forward", "_triton.backward"),
+    ("testing", "dispatch", "_triton.launch"),
+    ("autograd",),
+    ("ops",),
+    ("api",),
+    ("",),  # flash_kernel itself
+)
+LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
+
+# `FlashAttention.apply` is a second door to `flash_attention`, which lies above it
+UPWARD = {("autograd", "api")}
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its name below flash_kernel, for example ``_triton.launch``."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Yield what a file imports, anywhere in it: ``module`` or ``module.name``."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_siblings(path: Path) -> set[str]:
+    """Return the modules of flash_kernel that a file imports."""
+    known = modules()
+    below = {
+        name.partition(".")[2] for name in imported_names(path) if name.startswith("flash_kernel.")
+    }
+    return {name if name in known else name.rpartition(".")[0] for name in below}
+
+
+def importers_of(package: str) -> dict[str, list[str]]:
+    """Return the modules that import a package, each with what it takes from it."""
+    found = {}
+    for module, path in modules().items():
+        names = [name for name in imported_names(path) if name.partition(".")[0] == package]
+        if names:
+            found[module] = names
+    return found
+
+
+def test_triton_is_imported_by_its_own_folder_alone() -> None:
+    outside = {
+        module: names
+        for module, names in importers_of("triton").items()
+        if not module.startswith("_triton.")
+    }
+    # dispatch asks Triton whether it interprets, once a CPU tensor was given to impl="triton"
+    assert outside == {"dispatch": ["triton.knobs"]}
+
+
+def test_the_table_of_configurations_can_be_read_without_triton() -> None:
+    assert not {"_triton", "_triton.config"} & set(importers_of("triton"))
+
+
+def test_the_mock_alone_imports_einx() -> None:
+    assert set(importers_of("einx")) == {"mock"}
+
+
+def test_kernels_import_nothing_outside_their_folder() -> None:
+    for module, path in modules().items():
+        if module.startswith("_triton."):
+            assert all(name.startswith("_triton.") for name in imported_siblings(path)), module
+
+
+def test_other_packages_of_the_workspace_are_never_imported() -> None:
+    assert not importers_of("tiny_llm")
+    assert not importers_of("attn_bench")
+
+
+def test_every_module_has_a_layer() -> None:
+    assert set(modules()) == set(LAYER_OF)
+
+
+def test_no_module_imports_from_its_own_layer_or_above() -> None:
+    upward = {
+        (module, sibling)
+        for module, path in modules().items()
+        for sibling in imported_siblings(path)
+        if LAYER_OF[sibling] >= LAYER_OF[module]
+    }
+    assert upward == UPWARD
+
+
+def test_files_keep_to_their_size() -> None:
+    lengths = {name: len(path.read_text("utf-8").splitlines()) for name, path in modules().items()}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
