@@ -20,10 +20,11 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
     config.addinivalue_line("markers", "slow: takes more than ten seconds")
-    # torch's own: its first product in autograd's thread, and inductor with Python 3.12
+    # torch's own: its first product in autograd's thread, and two of inductor's
     for message in (
         "Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",
         "`torch.jit.script_method` is deprecated:DeprecationWarning",
+        "TensorFloat32 tensor cores for float32 matrix multiplication available:UserWarning",
     ):
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
     if os.environ.get("FLASH_KERNEL_EXPECT_GPU") == "1" and not GPU_FOUND:
