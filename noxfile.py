@@ -63,9 +63,18 @@ def tests_llm(session: nox.Session, extra: str) -> None:
 
 @nox.session(name="tests-bench")
 def tests_bench(session: nox.Session) -> None:
-    """Test attn-bench over both other packages."""
+    """Test attn-bench, the documents' examples, and that README tables match the results."""
     sync(session, "--package=attn-bench", "--group=test")
     session.run("pytest", BENCH, *session.posargs)
+    session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
+    session.run(
+        "attn-bench",
+        "table",
+        "results/nvidia-h200/flash_attention.jsonl",
+        "--into=README.md",
+        "--name=flash_attention",
+        "--check",
+    )
 
 
 @nox.session(name="wheel-kernel")
