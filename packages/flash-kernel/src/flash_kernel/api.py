@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from flash_kernel.autograd import attend
-from flash_kernel.dispatch import TRITON_DTYPES, check_options, checked_plan
-from flash_kernel.reference import attention_reference
-from flash_kernel.torch_attention import torch_attention
-from flash_kernel.validation import check_qkv
+from flash_kernel.dispatch import TRITON_DTYPES, Options, checked_plan, describe, first_plan
+from flash_kernel.validation import check_inputs
+from flash_kernel.variant import Modifiers, make_variant
 
 
 @overload
@@ -20,6 +19,12 @@ def flash_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: Literal[False] = False,
     impl: str = "auto",
     backward: str = "auto",
@@ -32,6 +37,12 @@ def flash_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: Literal[True],
     impl: str = "auto",
     backward: str = "auto",
@@ -43,18 +54,35 @@ def flash_attention(
     *,
     is_causal: bool = False,
     scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     impl: str = "auto",
     backward: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return ``softmax(scale * q k^T) v`` without storing the score matrix.
+    """Return ``softmax(scores) v`` without storing the scores ``scale * q k^T``.
+
+    Scores are scaled, soft-capped, then ALiBi and ``bias`` are added, then hidden ones masked.
 
     Args:
-        q: Queries ``[..., M, D]``, any strides, float16, bfloat16, float32 or float64.
-        k: Keys ``[..., N, D]``, same dtype, device and leading dimensions.
-        v: Values ``[..., N, D]``.
+        q: Queries ``[..., H, M, D]``, any strides, float16, bfloat16, float32 or float64.  With
+            fewer than four dimensions there are no heads, ``[..., M, D]``.
+        k: Keys ``[..., H_kv, N, D]``, same dtype and device; ``H_kv`` divides ``H``, and each key
+            head serves ``H / H_kv`` query heads in a row.
+        v: Values ``[..., H_kv, N, D_v]``.
         is_causal: Row i sees keys ``j <= i + N - M``: the mask is aligned to the bottom right.
         scale: Factor of the scores, ``D ** -0.5`` by default.
+        window: ``(left, right)``: row i sees the keys from ``i + N - M - left`` to
+            ``i + N - M + right``.  None for a side is unbounded.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``.
+        bias: Added to the scores; broadcasts to ``[..., M, N]``.  -inf hides a pair.
+        mask: Boolean, True where a row may attend; broadcasts to ``[..., M, N]``.
+        alibi_slopes: ``[H]`` or ``[B, H]``; adds ``-slope * |i + N - M - j|``.
+        sinks: ``[H]``; one more score in each row's denominator, without a value; learnable.
         return_lse: Also return the log-sum-exp of each row's scores.
         impl: "auto", "triton" (the kernels), "torch" (torch's own attention), "mock" (the readable
             twin) or "reference" (dense).  "auto" takes Triton on a GPU and torch elsewhere.
@@ -63,9 +91,10 @@ def flash_attention(
             implementation.
 
     Returns:
-        ``o [..., M, D]`` in the dtype of ``q``; with ``return_lse`` also ``lse [..., M]``, natural
-        logarithm, float32 (float64 for float64 inputs).  A row that sees no key has ``o = 0`` and
-        ``lse = -inf``.  Both are differentiable once.
+        ``o [..., M, D_v]`` in the dtype of ``q``; with ``return_lse`` also ``lse [..., M]``, the
+        natural logarithm of each row's denominator, float32 (float64 for float64 inputs).  A row
+        that sees no key has ``o = 0``, and without a sink ``lse = -inf``.  Both are differentiable
+        once.
 
     Raises:
         TypeError: Not a tensor, or a dtype that is unsupported or not shared.
@@ -75,44 +104,35 @@ def flash_attention(
 
     FlashAttention-2 (Dao, 2023, arXiv 2307.08691).
     """
+    modifiers = Modifiers(alibi_slopes, bias, mask, sinks)
+    options = Options(is_causal, scale, window, softcap, return_lse, impl, backward)
     if torch.compiler.is_compiling():
-        o, lse = _traced(q, k, v, is_causal, scale, return_lse, impl, backward)
+        o, lse = _traced(q, k, v, modifiers, options)
     else:
-        plan = checked_plan(
-            q,
-            k,
-            v,
-            is_causal=is_causal,
-            scale=scale,
-            return_lse=return_lse,
-            impl=impl,
-            backward=backward,
-        )
-        scale = None if scale is None else float(scale)
-        o, lse = attend(plan, q, k, v, is_causal=is_causal, scale=scale)
+        plan, variant = checked_plan(q, k, v, modifiers, options)
+        o, lse = attend(plan, q, k, v, variant, modifiers)
     return o if lse is None or not return_lse else (o, lse)
 
 
 def _traced(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    return_lse: bool,
-    impl: str,
-    backward: str,
+    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: Options
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and lse inside ``torch.compile``: our operator, or what torch can trace itself."""
-    check_qkv(q, k, v, is_causal=is_causal, scale=scale)
-    check_options(return_lse=return_lse, impl=impl, backward=backward)
-    for_triton = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[-1] <= 256
-    if impl != "torch" and (for_triton or (impl, backward) != ("auto", "auto")):
-        from flash_kernel.ops import forward_op
+    is_causal, scale, window, softcap, return_lse, impl, backward = options
+    check_inputs(
+        q, k, v, modifiers, is_causal=is_causal, scale=scale, window=window, softcap=softcap
+    )
+    variant = make_variant(
+        q.shape[-1], is_causal=is_causal, scale=scale, window=window, softcap=softcap
+    )
+    request = describe(q, k, v, variant, modifiers, return_lse=return_lse)
+    width = max(request.head_dim, request.head_dim_v)
+    for_triton = q.is_cuda and q.dtype in TRITON_DTYPES and width <= 256
+    if (impl == "auto" and not for_triton and backward == "auto") or impl == "torch":
+        candidates = ("torch", "reference") if impl == "auto" else ("torch",)
+        plan = first_plan(request, candidates, backward)
+        return attend(plan, q, k, v, variant, modifiers)
+    from flash_kernel.ops import forward_op
 
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        o, lse = forward_op(q, k, v, is_causal, scale, impl, backward)
-        return o, lse
-    if return_lse:
-        return attention_reference(q, k, v, is_causal=is_causal, scale=scale)
-    return torch_attention(q, k, v, is_causal=is_causal, scale=scale), None
+    o, lse = forward_op(q, k, v, *modifiers, *variant, impl, backward)
+    return o, lse

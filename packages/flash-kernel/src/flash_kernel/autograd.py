@@ -7,12 +7,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_kernel.backward import flash_attention_backward, flash_attention_backward_compiled
+from flash_kernel.backward import (
+    Gradients,
+    flash_attention_backward,
+    flash_attention_backward_compiled,
+)
 from flash_kernel.dispatch import Plan
-from flash_kernel.reference import attention_reference
+from flash_kernel.reference import dense_attention
 from flash_kernel.second_order import refuse_second_order
-from flash_kernel.shapes import as_batch_and_heads
+from flash_kernel.shapes import as_batch_and_heads, as_pairs
 from flash_kernel.torch_attention import torch_attention
+from flash_kernel.variant import Modifiers, Variant
 
 
 class FlashAttention(torch.autograd.Function):
@@ -31,80 +36,90 @@ class FlashAttention(torch.autograd.Function):
 
     @classmethod
     def apply_plan(
-        cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, plan: Plan
+        cls, q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, variant: Variant, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         """Return ``o`` and ``lse`` by the plan's forward, differentiated by its backward."""
-        arguments = (q, k, v, is_causal, scale, plan)
         if torch._C._are_functorch_transforms_active():
             msg = (
                 "flash_attention does not run under torch.func transforms (grad, vmap, jvp, ...). "
                 "Pass impl='reference', which does."
             )
             raise RuntimeError(msg)
-        records = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        inputs = (q, k, v, *modifiers)
+        records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         # a forward-mode level goes through `apply` too, which refuses tangents in words
         if not records and forward_ad._current_level < 0:
-            return cls.forward(*arguments)
+            return cls.forward(*inputs, variant, plan)
         # what `Function.apply` comes to, without its binding of arguments to the signature of
         # `forward`, which costs more than a small kernel
-        o, lse = super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
+        o, lse = super(torch.autograd.Function, cls).apply(*inputs, variant, plan)  # type: ignore[misc]
         return o, lse
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, plan: Plan
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        alibi_slopes: Tensor | None,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        variant: Variant,
+        plan: Plan,
     ) -> tuple[Tensor, Tensor]:
         """Return ``o [..., M, D]`` and ``lse [..., M]``."""
-        return run_forward(plan.impl, q, k, v, is_causal=is_causal, scale=scale)
+        return run_forward(plan.impl, q, k, v, variant, Modifiers(alibi_slopes, bias, mask, sinks))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Save q, k, v, o and lse."""
-        q, k, v, ctx.is_causal, ctx.scale, ctx.plan = inputs
-        ctx.save_for_backward(q, k, v, *output)
+        """Save q, k, v, the modifiers, o and lse."""
+        *tensors, ctx.variant, ctx.plan = inputs
+        ctx.save_for_backward(*tensors, *output)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return dq, dk, dv; the other arguments have no gradient."""
+        """Return dq, dk, dv, and the gradients of bias and sinks."""
         refuse_second_order()
-        q, k, v, o, lse = ctx.saved_tensors
+        q, k, v, *modifiers, o, lse = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(o)
-        gradients = run_backward(
-            ctx.plan.backward, q, k, v, o, lse, do, dlse, is_causal=ctx.is_causal, scale=ctx.scale
+        dq, dk, dv, dbias, dsinks = run_backward(
+            ctx.plan.backward, q, k, v, o, lse, do, dlse, ctx.variant, Modifiers(*modifiers)
         )
-        return *gradients, None, None, None
+        return dq, dk, dv, None, dbias, None, dsinks, None, None
 
 
 def attend(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, variant: Variant, modifiers: Modifiers
 ) -> tuple[Tensor, Tensor | None]:
     """Carry out a plan: return ``o`` and, where the implementation has it, ``lse``."""
     if plan.impl == "torch":
-        return torch_attention(q, k, v, is_causal=is_causal, scale=scale), None
+        return torch_attention(q, k, v, variant, modifiers), None
     if plan.backward == "autograd":
-        return attention_reference(q, k, v, is_causal=is_causal, scale=scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return FlashAttention.apply_plan(q, k, v, is_causal, scale, plan)
+        return dense_attention(q, k, v, variant, modifiers)
+    return FlashAttention.apply_plan(q, k, v, modifiers, variant, plan)
 
 
 def run_forward(
-    impl: str, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float
+    impl: str, q: Tensor, k: Tensor, v: Tensor, variant: Variant, modifiers: Modifiers
 ) -> tuple[Tensor, Tensor]:
     """Return ``o`` and ``lse`` by one implementation; nothing is recorded for autograd."""
     if impl == "triton":
         from flash_kernel._triton.launch import launch_forward
 
-        o, lse = launch_forward(
-            *(as_batch_and_heads(x) for x in (q, k, v)), is_causal=is_causal, scale=scale
-        )
-        return (o, lse) if q.dim() == 4 else (o.reshape(q.shape), lse.reshape(q.shape[:-1]))
+        tensors = (as_batch_and_heads(x) for x in (q, k, v))
+        o, lse = launch_forward(*tensors, variant, as_pairs(modifiers, q, k))
+        if q.dim() == 4:
+            return o, lse
+        return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
     if impl == "mock":
         from flash_kernel.mock import flash_attention_mock_forward
 
-        return flash_attention_mock_forward(q, k, v, is_causal=is_causal, scale=scale)
-    return attention_reference(q, k, v, is_causal=is_causal, scale=scale)
+        return flash_attention_mock_forward(
+            q, k, v, is_causal=variant.right == 0, scale=variant.scale
+        )
+    return dense_attention(q, k, v, variant, modifiers)
 
 
 def run_backward(
@@ -116,26 +131,34 @@ def run_backward(
     lse: Tensor,
     do: Tensor,
     dlse: Tensor | None,
-    *,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv by one of the interchangeable backwards."""
+    variant: Variant,
+    modifiers: Modifiers,
+) -> Gradients:
+    """Return the gradients by one of the interchangeable backwards."""
     if backward == "mock":
         from flash_kernel.mock import flash_attention_mock_backward
 
-        return flash_attention_mock_backward(
-            q, k, v, o, lse, do, dlse=dlse, is_causal=is_causal, scale=scale
+        is_causal, scale = variant.right == 0, variant.scale
+        return Gradients(
+            *flash_attention_mock_backward(
+                q, k, v, o, lse, do, dlse=dlse, is_causal=is_causal, scale=scale
+            )
         )
-    tensors = [as_batch_and_heads(x) for x in (q, k, v, o)]
-    tensors += [lse.reshape(tensors[0].shape[:-1]), as_batch_and_heads(do)]
-    dlse = None if dlse is None else dlse.reshape(tensors[0].shape[:-1])
-    run: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    if backward == "triton":
-        from flash_kernel._triton.launch import launch_backward as run
-    elif backward == "compiled":
+    run: Callable[..., Gradients] = flash_attention_backward
+    if backward == "compiled":
         run = flash_attention_backward_compiled
-    else:
-        run = flash_attention_backward
-    dq, dk, dv = run(*tensors, dlse, is_causal=is_causal, scale=scale)
-    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+    if backward != "triton":
+        return run(q, k, v, o, lse, do, dlse, variant, modifiers)
+    from flash_kernel._triton.launch import launch_backward
+
+    tensors = [as_batch_and_heads(x) for x in (q, k, v, o)]
+    rows = tensors[0].shape[:-1]
+    dq, dk, dv, _, dsinks = launch_backward(
+        *tensors,
+        lse.reshape(rows),
+        as_batch_and_heads(do),
+        None if dlse is None else dlse.reshape(rows),
+        variant,
+        as_pairs(modifiers, q, k),
+    )
+    return Gradients(dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape), None, dsinks)

@@ -5,13 +5,23 @@ It stores the score matrix, O(M * N) memory; the default, `_triton.backward`, do
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_kernel.reference import visible_mask
+from flash_kernel.reference import bias_scores, cap_scores, hidden_pairs, repeat_heads
+from flash_kernel.variant import PLAIN, Modifiers, Variant
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+
+class Gradients(NamedTuple):
+    """Gradients of the loss with respect to the inputs; None for what was not asked for."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None = None
+    dsinks: Tensor | None = None
 
 
 def flash_attention_backward(
@@ -22,43 +32,65 @@ def flash_attention_backward(
     lse: Tensor,
     do: Tensor,
     dlse: Tensor | None,
-    *,
-    is_causal: bool,
-    scale: float,
+    variant: Variant,
+    modifiers: Modifiers = PLAIN,
 ) -> Gradients:
-    """Return ``dq, dk, dv`` from what the forward saved.
+    """Return the gradients from what the forward saved.
 
         p  = exp(s - lse)            dv = p^T do            dp = do v^T
         ds = p * (dp - delta)        dq = scale * ds k      dk = scale * ds^T q
         delta = rowsum(do * o) - dlse
 
     Args:
-        q: ``[..., M, D]``.
-        k: ``[..., N, D]``.
-        v: ``[..., N, D]``.
-        o: The forward's output, ``[..., M, D]``.
-        lse: Its log-sum-exp, natural logarithm, ``[..., M]``.
+        q: ``[..., H, M, D]``.
+        k: ``[..., H_kv, N, D]``.
+        v: ``[..., H_kv, N, D_v]``.
+        o: The forward's output, ``[..., H, M, D_v]``.
+        lse: Its log-sum-exp, natural logarithm, ``[..., H, M]``.
         do: Gradient of the loss with respect to ``o``.
         dlse: Gradient of the loss with respect to ``lse``; None for zero.
-        is_causal: As in the forward.
-        scale: As in the forward.
+        variant: As in the forward.
+        modifiers: As in the forward.
 
     FlashAttention-2 (Dao, 2023, arXiv 2307.08691), section 3.1, without the tiles.
     """
+    k_each, v_each = repeat_heads(k, q), repeat_heads(v, q)
     state_dtype = torch.promote_types(q.dtype, torch.float32)
     # lse normalizes exact scores: rounded to half precision, they would no longer sum to 1
-    s = (q.to(state_dtype) @ k.to(state_dtype).mT) * scale  # [..., M, N]
-    p = torch.exp(s - lse[..., None])
-    if is_causal:
-        # after the exponential: a row that sees nothing has lse = -inf, and its p is inf until now
-        p = p.masked_fill(~visible_mask(q.shape[-2], k.shape[-2], q.device), 0.0)
+    capped = cap_scores(q.to(state_dtype) @ k_each.to(state_dtype).mT, variant)  # [..., M, N]
+    s = bias_scores(capped, variant, modifiers)
+    # a row that sees nothing has lse = -inf; against +inf, each of its p is 0
+    p = torch.exp(s - lse.masked_fill(lse == float("-inf"), float("inf"))[..., None])
+    hidden = hidden_pairs(*s.shape[-2:], variant, modifiers, s.device)
+    if hidden is not None:
+        p = p.masked_fill(hidden, 0.0)
     dv = p.to(do.dtype).mT @ do
-    dp = do.to(state_dtype) @ v.to(state_dtype).mT
+    dp = do.to(state_dtype) @ v_each.to(state_dtype).mT
     delta = (do.to(state_dtype) * o.to(state_dtype)).sum(-1)  # [..., M]
     if dlse is not None:
         delta = delta - dlse
-    ds = (p * (dp - delta[..., None]) * scale).to(q.dtype)
-    return ds @ k, ds.mT @ q, dv
+    ds = p * (dp - delta[..., None])
+    dbias = None if modifiers.bias is None else ds.sum_to_size(modifiers.bias.shape)
+    if variant.softcap is not None:
+        ds = ds * (1 - (capped / variant.softcap) ** 2)
+    ds = (ds * variant.scale).to(q.dtype)
+    dk, dv = (sum_groups(x, k) for x in (ds.mT @ q, dv))
+    dsinks = None if modifiers.sinks is None else sink_gradient(modifiers.sinks, lse, delta)
+    return Gradients(ds @ k_each, dk, dv, dbias, dsinks)
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return dsinks ``[H]``: a sink has p = exp(sink - lse) in each row, and dp = 0."""
+    p = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # [..., H, M]
+    by_head = (-p * delta).sum(-1)  # [..., H]
+    return by_head.reshape(-1, sinks.shape[0]).sum(0).to(sinks.dtype)
+
+
+def sum_groups(x: Tensor, k: Tensor) -> Tensor:
+    """Sum what each query head gives to the key head that it shares."""
+    if x.shape[:-2] == k.shape[:-2]:
+        return x
+    return x.unflatten(-3, (k.shape[-3], -1)).sum(-3)
 
 
 @functools.cache
@@ -75,9 +107,8 @@ def flash_attention_backward_compiled(
     lse: Tensor,
     do: Tensor,
     dlse: Tensor | None,
-    *,
-    is_causal: bool,
-    scale: float,
+    variant: Variant,
+    modifiers: Modifiers = PLAIN,
 ) -> Gradients:
     """`flash_attention_backward` under ``torch.compile``; the first call takes seconds.
 
@@ -85,9 +116,7 @@ def flash_attention_backward_compiled(
         RuntimeError: torch could not compile, for want of a C++ compiler (CPU) or Triton (GPU).
     """
     try:
-        return _flash_attn_backward_compiled()(
-            q, k, v, o, lse, do, dlse, is_causal=is_causal, scale=scale
-        )
+        return _flash_attn_backward_compiled()(q, k, v, o, lse, do, dlse, variant, modifiers)
     except torch._dynamo.exc.TorchDynamoException as error:
         first_line = str(error).strip().splitlines()[0]
         msg = (

@@ -8,33 +8,28 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Hashable
-from dataclasses import dataclass
-from types import NoneType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from flash_kernel._triton.config import configs_for, max_head_dim, max_seqlen
-from flash_kernel.validation import check_qkv
+from flash_kernel.torch_attention import torch_refusal
+from flash_kernel.validation import check_inputs
+from flash_kernel.variant import Modifiers, Variant, make_variant
 
 IMPLS = ("auto", "triton", "torch", "mock", "reference")
 BACKWARDS = ("auto", "triton", "compiled", "dense")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+GPU_ORDER = ("triton", "torch", "reference")
+CPU_ORDER = ("torch", "reference")
 
 MAX_PLANS = 4096  # descriptions of inputs; when there are more, all are forgotten
-_plans: dict[Hashable, "Plan"] = {}
-
-OWN_BACKWARD = {
-    "triton": "triton",
-    "mock": "mock",
-    "torch": "autograd",
-    "reference": "autograd",
-}
+_plans: dict[Hashable, tuple["Plan", Variant]] = {}
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What runs: an implementation, and how it is differentiated.
 
     ``backward`` is a member of `BACKWARDS`, or "autograd" where torch differentiates the
@@ -45,37 +40,69 @@ class Plan:
     backward: str
 
 
+class Request(NamedTuple):
+    """What a choice depends on: plain data, no tensors."""
+
+    device: torch.device
+    dtype: torch.dtype
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    group: int  # query heads that share a key head
+    variant: Variant
+    modifiers: frozenset[str]  # names of those there are
+    trained: frozenset[str]  # names of those that want a gradient
+    return_lse: bool
+
+
+class Options(NamedTuple):
+    """The public options that are numbers or names."""
+
+    is_causal: bool
+    scale: float | None
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    return_lse: bool
+    impl: str
+    backward: str
+
+
 def checked_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    return_lse: bool,
-    impl: str,
-    backward: str,
-) -> Plan:
+    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: Options
+) -> tuple[Plan, Variant]:
     """Check the inputs and return the plan for them; done once for inputs of one description.
 
     Raises:
-        TypeError, ValueError, RuntimeError: See `check_qkv` and `resolve`.
+        TypeError, ValueError, RuntimeError: See `check_inputs` and `resolve`.
     """
-    key = None
-    if all(map(_is_plain, (q, k, v))) and type(scale) in (float, NoneType):
-        shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-        devices = (q.device, k.device, v.device)
-        key = (shapes, dtypes, devices, is_causal, scale, return_lse, f"{impl}", f"{backward}")
-        plan = _plans.get(key)
-        if plan is not None:
-            return plan
-    check_qkv(q, k, v, is_causal=is_causal, scale=scale)
-    plan = resolve(q, k, return_lse=return_lse, impl=impl, backward=backward)
+    key = _description(q, k, v, modifiers, options)
+    known = None if key is None else _plans.get(key)
+    if known is not None:
+        return known
+    wishes = {name: getattr(options, name) for name in ("is_causal", "scale", "window", "softcap")}
+    check_inputs(q, k, v, modifiers, **wishes)
+    variant = make_variant(q.shape[-1], **wishes)
+    request = describe(q, k, v, variant, modifiers, return_lse=options.return_lse)
+    planned = resolve(request, impl=options.impl, backward=options.backward), variant
     if key is not None:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        _plans[key] = plan
-    return plan
+        _plans[key] = planned
+    return planned
+
+
+def _description(
+    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: Options
+) -> Hashable | None:
+    """Return a key under which a plan may be kept; None if a tensor is of an unusual kind."""
+    tensors = (q, k, v) if modifiers is None else (q, k, v, *modifiers.tensors)
+    if not all(map(_is_plain, tensors)):
+        return None
+    described = [(x.shape, x.dtype, x.device) for x in tensors]
+    present = [None if x is None else x.requires_grad for x in modifiers]
+    # repr: an option of the wrong kind may not be hashable, and 1 == True == 1.0
+    return (*described, *present, torch.is_grad_enabled(), repr(options))
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -83,79 +110,137 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) in (Tensor, Parameter) and x.layout == torch.strided and not x.is_nested
 
 
-def resolve(q: Tensor, k: Tensor, *, return_lse: bool, impl: str, backward: str) -> Plan:
-    """Return the plan for a call.
+def describe(
+    q: Tensor, k: Tensor, v: Tensor, variant: Variant, modifiers: Modifiers, *, return_lse: bool
+) -> Request:
+    """Return the request that valid tensors make."""
+    present = {name: x for name, x in modifiers._asdict().items() if x is not None}
+    trained = [name for name, x in present.items() if x.requires_grad and torch.is_grad_enabled()]
+    return Request(
+        device=q.device,
+        dtype=q.dtype,
+        seqlen_q=q.shape[-2],
+        seqlen_k=k.shape[-2],
+        head_dim=q.shape[-1],
+        head_dim_v=v.shape[-1],
+        group=q.shape[-3] // max(1, k.shape[-3]) if q.dim() >= 4 else 1,
+        variant=variant,
+        modifiers=frozenset(present),
+        trained=frozenset(trained),
+        return_lse=return_lse,
+    )
+
+
+def resolve(request: Request, *, impl: str, backward: str) -> Plan:
+    """Return the plan for a request.
 
     Raises:
         ValueError, TypeError, RuntimeError: ``impl`` or ``backward`` is unknown, or was asked for
             explicitly and cannot be had; the message says why and what to do.
     """
-    check_options(return_lse=return_lse, impl=impl, backward=backward)
-    if impl == "auto":
-        impl = _choose_impl(q, k, return_lse=return_lse, backward=backward)
-    for option, choice in (("impl", impl), ("backward", backward)):
-        if choice == "triton":
-            refusal = triton_refusal(q, k, option)
-            if refusal is not None:
-                raise refusal
-    return Plan(impl, OWN_BACKWARD[impl] if backward == "auto" else backward)
-
-
-def check_options(*, return_lse: bool, impl: str, backward: str) -> None:
-    """Raise unless the options exist and go together, whatever the tensors."""
     for name, value, known in (("impl", impl, IMPLS), ("backward", backward, BACKWARDS)):
         if value not in known:
             msg = f"`{name}` must be one of {', '.join(map(repr, known))}, got {value!r}."
             raise ValueError(msg)
-    if impl == "torch" and return_lse:
-        msg = "impl='torch' returns no lse. Pass impl='reference', or impl='auto' to let it choose."
-        raise ValueError(msg)
+    order = GPU_ORDER if request.device.type == "cuda" else CPU_ORDER
+    return first_plan(request, order if impl == "auto" else (impl,), backward)
+
+
+def first_plan(request: Request, candidates: tuple[str, ...], backward: str) -> Plan:
+    """Return the first candidate's plan that is not refused, or raise the last refusal."""
+    refusal: Exception | None = None
+    for candidate in candidates:
+        refusal = refuse_impl(request, candidate) or refuse_backward(request, candidate, backward)
+        if refusal is None:
+            return Plan(candidate, _own_backward(request, candidate, backward))
+        if candidate == "triton":
+            _warn_if_triton_fails(request.device)
+    raise refusal or AssertionError
+
+
+def _own_backward(request: Request, impl: str, backward: str) -> str:
+    """Return the backward that belongs to an implementation where none is named."""
+    if backward != "auto":
+        return backward
+    if impl == "triton":
+        return "triton" if refuse_backward(request, impl, "triton") is None else "dense"
+    return "mock" if impl == "mock" else "autograd"
+
+
+def refuse_impl(request: Request, impl: str) -> Exception | None:
+    """Return the error that asking for an implementation would deserve here, or None."""
+    if impl == "triton":
+        return triton_refusal(request, "impl")
+    if impl == "torch":
+        lacking = torch_refusal(request.variant, request.modifiers)
+        if lacking is not None:
+            return ValueError(f"impl='torch' has no {lacking}. Pass impl='reference' or 'auto'.")
+        if request.return_lse:
+            return ValueError("impl='torch' returns no lse. Pass impl='reference' or impl='auto'.")
+    if impl == "mock":
+        plain = Variant(request.variant.scale, right=request.variant.right)
+        if request.modifiers or request.group > 1 or request.variant != plain or plain.right:
+            return ValueError(
+                "impl='mock' shows the plain algorithm, causal or not: no window, softcap, bias, "
+                "mask, alibi_slopes, sinks or shared heads. Pass impl='reference' or impl='auto'."
+            )
+        if request.head_dim != request.head_dim_v:
+            return ValueError("impl='mock' needs v as wide as q. Pass impl='reference'.")
+    return None
+
+
+def refuse_backward(request: Request, impl: str, backward: str) -> Exception | None:
+    """Return the error that differentiating an implementation so would deserve, or None."""
     if impl == "torch" and backward != "auto":
-        msg = (
+        return ValueError(
             f"impl='torch' is differentiated by torch itself, got backward={backward!r}. "
             "Pass backward='auto', or another impl."
         )
-        raise ValueError(msg)
+    by_autograd = impl in ("torch", "reference") and backward == "auto"
+    if "alibi_slopes" in request.trained and not by_autograd:
+        return ValueError(
+            "the gradient of `alibi_slopes` needs impl='reference' with backward='auto', got "
+            f"impl={impl!r}, backward={backward!r}."
+        )
+    if backward == "triton":
+        if "bias" in request.trained:
+            return ValueError(
+                "backward='triton' has no gradient of `bias`. Pass backward='dense' or 'compiled'."
+            )
+        return triton_refusal(request, "backward")
+    return None
 
 
-def _choose_impl(q: Tensor, k: Tensor, *, return_lse: bool, backward: str) -> str:
-    """Return Triton on a GPU where it runs, else torch, else what can do what torch cannot."""
-    if q.is_cuda:
-        if triton_refusal(q, k) is None:
-            return "triton"
-        _warn_if_triton_fails(q.device)
-    return "reference" if return_lse or backward != "auto" else "torch"
-
-
-def triton_refusal(q: Tensor, k: Tensor, option: str = "impl") -> Exception | None:
+def triton_refusal(request: Request, option: str) -> Exception | None:
     """Return the error that asking for Triton by an option would deserve here, or None."""
     wish = f"{option}='triton'"
     other = "impl='torch' or impl='reference'" if option == "impl" else "backward='dense'"
-    head_dim, longest = q.shape[-1], max(q.shape[-2], k.shape[-2])
-    if q.dtype not in TRITON_DTYPES:
-        msg = f"{wish} takes float16, bfloat16 or float32, got {q.dtype}. Pass {other}."
+    dtype, device = request.dtype, request.device
+    if dtype not in TRITON_DTYPES:
+        msg = f"{wish} takes float16, bfloat16 or float32, got {dtype}. Pass {other}."
         return TypeError(msg)
-    configs = configs_for(head_dim, q.dtype, q.device)
+    head_dim = max(request.head_dim, request.head_dim_v)
+    configs = configs_for(head_dim, dtype, device)
     if configs is None:
         return ValueError(
-            f"`head_dim` must be at most {max_head_dim(q.dtype, q.device)} for {wish} with "
-            f"{q.dtype} on this device, got {head_dim}. Pass {other}, or split the heads."
+            f"`head_dim` must be at most {max_head_dim(dtype, device)} for {wish} with {dtype} "
+            f"on this device, got {head_dim}. Pass {other}, or split the heads."
         )
+    longest = max(request.seqlen_q, request.seqlen_k)
     if longest > max_seqlen(configs):
         return ValueError(
             f"a sequence must have at most {max_seqlen(configs)} rows for {wish}, got {longest}. "
             f"Pass {other}."
         )
-    failure = triton_failure(q.device)
+    failure = triton_failure(device)
     return None if failure is None else RuntimeError(f"{wish} {failure}")
 
 
 def triton_failure(device: torch.device) -> str | None:
     """Return why Triton's kernels cannot run on a device, or None; found out once a process."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return (
-            None  # a graph being captured cannot wait for a probe; a failure will speak for itself
-        )
+        # a graph being captured cannot wait for a probe; a failure will speak for itself
+        return None
     return _triton_failure(device)
 
 

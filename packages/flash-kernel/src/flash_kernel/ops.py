@@ -12,31 +12,67 @@ import torch
 from torch import Tensor
 
 from flash_kernel.autograd import run_backward, run_forward
-from flash_kernel.dispatch import resolve
+from flash_kernel.dispatch import describe, resolve
+from flash_kernel.variant import Modifiers, Variant
 
 
-def _laid_out_like(x: Tensor, result: Tensor) -> Tensor:
+def _laid_out_like(promised: Tensor, result: Tensor) -> Tensor:
     """Give a result the strides that the fakes promise; the kernels' results have them already."""
-    promised = torch.empty_like(x)
     return result if result.stride() == promised.stride() else promised.copy_(result)
+
+
+def _empty_output(q: Tensor, v: Tensor) -> Tensor:
+    """Return an ``o`` with the layout of q, or contiguous where v is of another width."""
+    if v.shape[-1] == q.shape[-1]:
+        return torch.empty_like(q)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 
 @torch.library.custom_op("flash_kernel::forward", mutates_args=())
 def forward_op(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, impl: str, backward: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    impl: str,
+    backward: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``o [..., M, D]`` and ``lse [..., M]``."""
-    plan = resolve(q, k, return_lse=True, impl=impl, backward=backward)
-    o, lse = run_forward(plan.impl, q, k, v, is_causal=is_causal, scale=scale)
-    return _laid_out_like(q, o), lse.contiguous()
+    """Return ``o [..., M, D_v]`` and ``lse [..., M]``."""
+    variant, modifiers = (
+        Variant(scale, left, right, softcap),
+        Modifiers(alibi_slopes, bias, mask, sinks),
+    )
+    request = describe(q, k, v, variant, modifiers, return_lse=True)
+    plan = resolve(request, impl=impl, backward=backward)
+    o, lse = run_forward(plan.impl, q, k, v, variant, modifiers)
+    return _laid_out_like(_empty_output(q, v), o), lse.contiguous()
 
 
 @forward_op.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, impl: str, backward: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
+    impl: str,
+    backward: str,
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    return _empty_output(q, v), q.new_empty(q.shape[:-1], dtype=lse_dtype)
 
 
 @torch.library.custom_op("flash_kernel::backward", mutates_args=())
@@ -44,22 +80,41 @@ def backward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
     o: Tensor,
     lse: Tensor,
     do: Tensor,
     dlse: Tensor | None,
-    is_causal: bool,
     scale: float,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
     impl: str,
     backward: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``dq, dk, dv``, shaped like ``q, k, v``."""
-    plan = resolve(q, k, return_lse=True, impl=impl, backward=backward)
+    trains_bias: bool,
+) -> list[Tensor]:
+    """Return ``dq, dk, dv``, and then the gradients of a bias and of sinks, if there are any."""
+    variant, modifiers = (
+        Variant(scale, left, right, softcap),
+        Modifiers(alibi_slopes, bias, mask, sinks),
+    )
+    request = describe(q, k, v, variant, modifiers, return_lse=True)
+    if trains_bias:
+        request = request._replace(trained=frozenset({"bias"}))
+    plan = resolve(request, impl=impl, backward=backward)
     # inside an operator torch cannot differentiate for us: the dense formulas stand in
     chosen = "dense" if plan.backward == "autograd" else plan.backward
-    gradients = run_backward(chosen, q, k, v, o, lse, do, dlse, is_causal=is_causal, scale=scale)
-    dq, dk, dv = (_laid_out_like(x, dx) for x, dx in zip((q, k, v), gradients, strict=True))
-    return dq, dk, dv
+    gradients = run_backward(chosen, q, k, v, o, lse, do, dlse, variant, modifiers)
+    promised = [torch.empty_like(x) for x in (q, k, v)]
+    results = [_laid_out_like(x, dx) for x, dx in zip(promised, gradients[:3], strict=True)]
+    if bias is not None and trains_bias:
+        results.append(_laid_out_like(torch.empty_like(bias), gradients.dbias.to(bias.dtype)))
+    if sinks is not None:
+        results.append(gradients.dsinks.to(sinks.dtype))
+    return results
 
 
 @backward_op.register_fake
@@ -67,28 +122,44 @@ def _(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    alibi_slopes: Tensor | None,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
     o: Tensor,
     lse: Tensor,
     do: Tensor,
     dlse: Tensor | None,
-    is_causal: bool,
     scale: float,
+    left: int | None,
+    right: int | None,
+    softcap: float | None,
     impl: str,
     backward: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    trains_bias: bool,
+) -> list[Tensor]:
+    results = [torch.empty_like(x) for x in (q, k, v)]
+    if bias is not None and trains_bias:
+        results.append(torch.empty_like(bias))
+    if sinks is not None:
+        results.append(torch.empty_like(sinks))
+    return results
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    tensors, ctx.options = inputs[:7], inputs[7:]
+    ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse = ctx.saved_tensors
+    *tensors, o, lse = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
-    return *backward_op(q, k, v, o, lse, do, dlse, *ctx.options), None, None, None, None
+    trains_bias = ctx.needs_input_grad[4]
+    dq, dk, dv, *rest = backward_op(*tensors, o, lse, do, dlse, *ctx.options, trains_bias)
+    dbias = rest.pop(0) if trains_bias else None
+    dsinks = rest.pop(0) if tensors[6] is not None else None
+    return dq, dk, dv, None, dbias, None, dsinks, *[None] * len(ctx.options)
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from flash_kernel.variant import Modifiers
+
 
 def as_batch_and_heads(x: Tensor) -> Tensor:
     """Return ``x [..., rows, D]`` as ``[B, H, rows, D]``.
@@ -14,3 +16,18 @@ def as_batch_and_heads(x: Tensor) -> Tensor:
     if x.dim() == 3:
         return x[:, None]
     return x[None, None] if x.dim() == 2 else x.flatten(0, -4)
+
+
+def as_pairs(modifiers: Modifiers, q: Tensor, k: Tensor) -> Modifiers:
+    """Return bias and mask as views ``[B, H, M, N]``, and slopes as ``[B, H]``, for kernels."""
+    if not modifiers.tensors:
+        return modifiers
+    alibi_slopes, bias, mask, sinks = modifiers
+    scores = (*q.shape[:-1], k.shape[-2])
+    if bias is not None:
+        bias = as_batch_and_heads(bias.expand(scores))
+    if mask is not None:
+        mask = as_batch_and_heads(mask.expand(scores))
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.float().expand(q.shape[:-2]).flatten(0, -2)
+    return Modifiers(alibi_slopes, bias, mask, None if sinks is None else sinks.float())

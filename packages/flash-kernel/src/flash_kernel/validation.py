@@ -7,27 +7,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flash_kernel.variant import PLAIN, Modifiers
+
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_qkv(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    modifiers: Modifiers = PLAIN,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Raise unless the arguments are a valid input of attention.
 
     Args:
-        q: Queries ``[..., M, D]``, strided, in one of `SUPPORTED_DTYPES`, with ``D >= 1``.
-        k: Keys ``[..., N, D]`` with the dtype, device and leading dimensions of ``q``.
-        v: Values, shaped like ``k``.
+        q: Queries ``[..., H, M, D]``, strided, in one of `SUPPORTED_DTYPES`, with ``D >= 1``;
+            ``[..., M, D]`` with fewer than four dimensions has no heads.
+        k: Keys ``[..., H_kv, N, D]`` with the dtype, device and leading dimensions of ``q``;
+            ``H_kv`` divides ``H``.
+        v: Values ``[..., H_kv, N, D_v]``.
+        modifiers: Bias and mask that broadcast to ``[..., M, N]``, slopes ``[H]`` or ``[B, H]``,
+            sinks ``[H]``.
         is_causal: True or False.
         scale: None, or a finite number.
+        window: None, or two of None and integers from 0.
+        softcap: None, or a finite number above 0.
 
-    ``M``, ``N`` and the leading dimensions may be 0.  Nothing is broadcast.
+    ``M``, ``N`` and the leading dimensions may be 0.
 
     Raises:
         TypeError: Not a tensor, an unsupported kind of tensor or dtype, or mixed dtypes.
         ValueError: Shapes that do not fit each other, or mixed devices.
     """
+    check_qkv(q, k, v)
+    check_modifiers(q, k, modifiers)
+    _check_number("scale", scale)
+    _check_number("softcap", softcap, above_zero=True)
+    _check_window(window)
+    if not isinstance(is_causal, bool):
+        msg = f"`is_causal` must be True or False, got {is_causal!r}."
+        raise TypeError(msg)
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless the three tensors fit each other; see `check_inputs`."""
     tensors = {"q": q, "k": k, "v": v}
     for name, tensor in tensors.items():
         _check_kind(name, tensor)
@@ -35,10 +63,63 @@ def check_qkv(
         _check_rank(name, tensor)
     _check_shared(tensors)
     *leading, _, head_dim = q.shape
+    if len(leading) >= 2 and k.dim() == q.dim():
+        leading[-1] = _checked_kv_heads(leading[-1], k.shape[-3])
     _check_shape("k", k, [*leading, None, head_dim], like="q")
-    _check_shape("v", v, list(k.shape), like="k")
-    _check_scale(scale)
-    _check_flag("is_causal", is_causal)
+    _check_shape("v", v, [*k.shape[:-1], None], like="k")
+
+
+def check_modifiers(q: Tensor, k: Tensor, modifiers: Modifiers) -> None:
+    """Raise unless bias, mask, slopes and sinks fit ``q`` and ``k``."""
+    scores = (*q.shape[:-1], k.shape[-2])
+    by_head = [(q.shape[-3],), tuple(q.shape[:-2])] if q.dim() >= 4 else []
+    for name, tensor in modifiers._asdict().items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            msg = f"`{name}` must be a torch.Tensor or None, got {type(tensor).__name__}."
+            raise TypeError(msg)
+        if (tensor.dtype == torch.bool) != (name == "mask") or tensor.is_complex():
+            wanted = (
+                "boolean, True where a row may attend" if name == "mask" else "of a float dtype"
+            )
+            msg = f"`{name}` must be {wanted}, got {_short(tensor.dtype)}."
+            raise TypeError(msg)
+        if tensor.device != q.device:
+            msg = f"`{name}` must be on the device of `q`, {q.device}, got {tensor.device}."
+            raise ValueError(msg)
+        if name in ("bias", "mask"):
+            _check_broadcast(name, tensor, scores)
+        elif tuple(tensor.shape) not in by_head[: 2 if name == "alibi_slopes" else 1]:
+            shapes = "[H] or [B, H]" if name == "alibi_slopes" else "[H]"
+            msg = (
+                f"`{name}` must have shape {shapes}, with the heads of q [..., H, M, D], "
+                f"got {list(tensor.shape)} for q {list(q.shape)}."
+            )
+            raise ValueError(msg)
+
+
+def _checked_kv_heads(num_heads: int, num_heads_kv: int) -> int:
+    if num_heads_kv < 1 or num_heads % num_heads_kv:
+        if num_heads == num_heads_kv:
+            return num_heads_kv
+        msg = (
+            f"the heads of `k`, dimension -3, must divide the {num_heads} heads of `q`, "
+            f"got {num_heads_kv}."
+        )
+        raise ValueError(msg)
+    return num_heads_kv
+
+
+def _check_broadcast(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    sizes = list(tensor.shape)
+    padded = [1] * (len(shape) - len(sizes)) + sizes
+    fits = len(padded) == len(shape) and all(
+        size in (1, want) for size, want in zip(padded, shape, strict=True)
+    )
+    if not fits:
+        msg = f"`{name}` must broadcast to the scores {list(shape)}, got {sizes}."
+        raise ValueError(msg)
 
 
 def _check_kind(name: str, tensor: object) -> None:
@@ -97,26 +178,37 @@ def _check_shape(name: str, tensor: Tensor, expected: list[int | None], *, like:
         raise ValueError(msg)
 
 
-def _check_scale(scale: Any) -> None:
-    if scale is None:
+def _check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
+    if value is None:
         return
-    is_number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
-    if not is_number:
-        msg = f"`scale` must be a number or None, got {type(scale).__name__}."
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        msg = f"`{name}` must be a number or None, got {type(value).__name__}."
         raise TypeError(msg)
     try:
-        is_finite = math.isfinite(scale)
+        is_finite = math.isfinite(value)
     except OverflowError:  # an integer beyond the range of floats
         is_finite = False
     if not is_finite:
-        msg = f"`scale` must be finite, got {scale}."
+        msg = f"`{name}` must be finite, got {value}."
+        raise ValueError(msg)
+    if above_zero and not value > 0:
+        msg = f"`{name}` must be above 0, got {value}. Pass None for none."
         raise ValueError(msg)
 
 
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        msg = f"`{name}` must be True or False, got {value!r}."
+def _check_window(window: Any) -> None:
+    if window is None:
+        return
+    if not isinstance(window, tuple) or len(window) != 2:
+        msg = f"`window` must be None or (left, right), got {window!r}."
         raise TypeError(msg)
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
+            msg = (
+                "each side of `window` must be None, for unbounded, or an integer from 0, "
+                f"got {window!r}."
+            )
+            raise ValueError(msg)
 
 
 def _short(dtype: torch.dtype) -> str:

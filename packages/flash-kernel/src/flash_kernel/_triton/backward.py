@@ -16,9 +16,12 @@ import triton.language as tl
 from flash_kernel._triton.primitives import (
     INF,
     LOG2_E,
+    bias_scores,
+    cap_scores,
     head_and_tile,
     key_range,
     load_rows,
+    modifiers_of,
     query_range,
     rows_of,
     store_rows,
@@ -37,13 +40,17 @@ def flash_attention_row_statistics_kernel(
     the loops that read these rows need no mask for them.
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
     batch_head, tile = head_and_tile()
     batch = (batch_head // num_heads).to(tl.int32)
     head = (batch_head % num_heads).to(tl.int32)
     row = tile * BLOCK_M
     rows = row + tl.arange(0, BLOCK_M)
-    o_i = load_rows(rows_of(o, o_strides, batch, head, seqlen_q, SPEC), row, BLOCK_M, SPEC)
-    do_i = load_rows(rows_of(do, do_strides, batch, head, seqlen_q, SPEC), row, BLOCK_M, SPEC)
+    o_rows = rows_of(o, o_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
+    do_rows = rows_of(do, do_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
+    o_i = load_rows(o_rows, row, BLOCK_M, BLOCK_DV, SPEC)
+    do_i = load_rows(do_rows, row, BLOCK_M, BLOCK_DV, SPEC)
     delta = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), axis=1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + batch_head * seqlen_q + rows, mask=rows < seqlen_q, other=0.0)
@@ -62,9 +69,9 @@ def load_row_statistics(statistics_ptr, row, padded_q, SPEC: tl.constexpr):
 
 
 @triton.jit
-def probabilities(s, lse, scale, scale_log2, IS_FLOAT32: tl.constexpr):
-    """Rebuild p = exp(scale * s - lse) of unscaled scores; ``lse`` broadcasts against ``s``."""
-    if IS_FLOAT32:
+def probabilities(s, lse, scale, scale_log2, EXACT: tl.constexpr):
+    """Rebuild p = exp(scale * s - lse); ``lse`` broadcasts against ``s``."""
+    if EXACT:
         # the difference is small where p is not, so that bringing it to base 2 costs no digits;
         # lse times log2(e) alone, for an lse of 100, would cost p its last six bits
         p = tl.math.exp2((s * scale - lse) * LOG2_E)
@@ -75,135 +82,195 @@ def probabilities(s, lse, scale, scale_log2, IS_FLOAT32: tl.constexpr):
 
 
 @triton.jit
+def rebuild_tile(
+    s, dp, lse, delta, rows, cols, seqlen_q, seqlen_k, scale, scale_log2, modifiers,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Return p and ds, the gradient of the product q k, of one tile of raw products ``s``.
+
+    The tile may lie either way: rows, cols, lse and delta broadcast against ``s`` and ``dp``.
+    """
+    capped = cap_scores(s, scale, modifiers, SPEC)
+    scores = bias_scores(capped, rows, cols, seqlen_q, seqlen_k, modifiers, SPEC)
+    if SPEC.PRESCALED:
+        p = probabilities(scores, lse, 1.0, LOG2_E, EXACT)
+    else:
+        p = probabilities(scores, lse, scale, scale_log2, EXACT)
+    if MASKED:
+        visible = visible_keys(rows, cols, seqlen_q, seqlen_k, modifiers, SPEC)
+        p = tl.where(visible, p, 0.0)
+    ds = p * (dp - delta)
+    if SPEC.HAS_SOFTCAP:
+        slope = capped / modifiers.softcap  # d/ds (c tanh(s / c)) = 1 - tanh(s / c)^2
+        ds = ds * (1.0 - slope * slope)
+    return p, ds
+
+
+@triton.jit
 def accumulate_dk_dv(
     dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, padded_q, col, start, end, seqlen_k, scale,
-    scale_log2, MASKED: tl.constexpr, SPEC: tl.constexpr,
+    scale_log2, modifiers, MASKED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Add the query rows ``[start, end)``, tile by tile, to dk and dv of one key tile.
+    """Add the query rows ``[start, end)`` of one head, tile by tile, to dk and dv of a key tile.
 
     Scores are built transposed, ``[BLOCK_N, BLOCK_M]``, so that p^T and ds^T feed the next products
     straight from registers.
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
-    cols = col + tl.arange(0, SPEC.BLOCK_N)
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    cols = (col + tl.arange(0, SPEC.BLOCK_N))[:, None]
     for row in tl.range(start, end, BLOCK_M):
         row = tl.multiple_of(row, BLOCK_M)
-        rows = row + tl.arange(0, BLOCK_M)
-        q_i = load_rows(q, row, BLOCK_M, SPEC)
+        rows = (row + tl.arange(0, BLOCK_M))[None, :]
+        q_i = load_rows(q, row, BLOCK_M, BLOCK_D, SPEC)
         lse, delta = load_row_statistics(statistics_ptr, row, padded_q, SPEC)
         s_t = tl.dot(k_j, q_i.T, input_precision=SPEC.PRECISION)
-        p_t = probabilities(s_t, lse[None, :], scale, scale_log2, q_i.dtype == tl.float32)
-        if MASKED:
-            visible = visible_keys(rows[None, :], cols[:, None], q.num_rows, seqlen_k, SPEC)
-            p_t = tl.where(visible, p_t, 0.0)
-        do_i = load_rows(do, row, BLOCK_M, SPEC)
-        dv_j = tl.dot(p_t.to(do_i.dtype), do_i, dv_j, input_precision=SPEC.PRECISION)
+        do_i = load_rows(do, row, BLOCK_M, BLOCK_DV, SPEC)
         dp_t = tl.dot(v_j, do_i.T, input_precision=SPEC.PRECISION)
-        ds_t = p_t * (dp_t - delta[None, :])
+        p_t, ds_t = rebuild_tile(
+            s_t, dp_t, lse[None, :], delta[None, :], rows, cols, q.num_rows, seqlen_k, scale,
+            scale_log2, modifiers, MASKED, q_i.dtype == tl.float32, SPEC,
+        )  # fmt: skip
+        dv_j = tl.dot(p_t.to(do_i.dtype), do_i, dv_j, input_precision=SPEC.PRECISION)
         dk_j = tl.dot(ds_t.to(q_i.dtype), q_i, dk_j, input_precision=SPEC.PRECISION)
     return dk_j, dv_j
 
 
-@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "seqlen_k"])
+@triton.jit(do_not_specialize=["num_heads_k", "group", "seqlen_q", "seqlen_k", "left", "right"])
 def flash_attention_dk_dv_kernel(
-    q, k, v, do, dk, dv, statistics_ptr,
-    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    num_heads, seqlen_q, padded_q, seqlen_k, scale, scale_log2, SPEC: tl.constexpr,
+    q, k, v, do, dk, dv, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, slope_strides,
+    bias_strides, mask_strides, num_heads_k, group, seqlen_q, padded_q, seqlen_k, scale, scale_log2,
+    left, right, softcap, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv, one key tile a program; grid ``(batch * num_heads, cdiv(seqlen_k, BLOCK_N))``."""
+    """dk and dv, one key tile a program; grid ``(batch * num_heads_k, cdiv(seqlen_k, BLOCK_N))``.
+
+    The ``group`` query heads that share the keys are walked one after the other.
+    """
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
+    HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
     batch_head, tile = head_and_tile()
-    batch = (batch_head // num_heads).to(tl.int32)
-    head = (batch_head % num_heads).to(tl.int32)
+    batch = (batch_head // num_heads_k).to(tl.int32)
+    head_k = (batch_head % num_heads_k).to(tl.int32)
     col = tile * BLOCK_N
 
-    q_rows = rows_of(q, q_strides, batch, head, seqlen_q, SPEC)
-    k_rows = rows_of(k, k_strides, batch, head, seqlen_k, SPEC)
-    v_rows = rows_of(v, v_strides, batch, head, seqlen_k, SPEC)
-    do_rows = rows_of(do, do_strides, batch, head, seqlen_q, SPEC)
-    dk_rows = rows_of(dk, dk_strides, batch, head, seqlen_k, SPEC)
-    dv_rows = rows_of(dv, dv_strides, batch, head, seqlen_k, SPEC)
-    statistics_ptr += batch_head * 2 * padded_q
-
-    k_j = load_rows(k_rows, col, BLOCK_N, SPEC)
-    v_j = load_rows(v_rows, col, BLOCK_N, SPEC)
+    k_rows = rows_of(k, k_strides, batch, head_k, seqlen_k, HEAD_DIM, SPEC)
+    v_rows = rows_of(v, v_strides, batch, head_k, seqlen_k, HEAD_DIM_V, SPEC)
+    dk_rows = rows_of(dk, dk_strides, batch, head_k, seqlen_k, HEAD_DIM, SPEC)
+    dv_rows = rows_of(dv, dv_strides, batch, head_k, seqlen_k, HEAD_DIM_V, SPEC)
+    k_j = load_rows(k_rows, col, BLOCK_N, BLOCK_D, SPEC)
+    v_j = load_rows(v_rows, col, BLOCK_N, BLOCK_DV, SPEC)
     dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_j = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
-    # rows past the end have p = 0, keys past the end are not stored: only causality needs a mask
-    start, full = query_range(col, seqlen_q, seqlen_k, SPEC)
-    if SPEC.IS_CAUSAL:
-        dk_j, dv_j = accumulate_dk_dv(
-            dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, start, full,
-            seqlen_k, scale, scale_log2, True, SPEC,
+    for head in range(head_k * group, (head_k + 1) * group):
+        q_rows = rows_of(q, q_strides, batch, head, seqlen_q, HEAD_DIM, SPEC)
+        do_rows = rows_of(do, do_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
+        row_statistics = (
+            statistics_ptr + (batch_head * group + head - head_k * group) * 2 * padded_q
+        )
+        modifiers = modifiers_of(
+            left, right, softcap, slopes_ptr, bias_ptr, mask_ptr, slope_strides, bias_strides,
+            mask_strides, batch, head, SPEC,
         )  # fmt: skip
-    dk_j, dv_j = accumulate_dk_dv(
-        dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, full, seqlen_q,
-        seqlen_k, scale, scale_log2, False, SPEC,
-    )  # fmt: skip
-    store_rows(dk_rows, dk_j * scale, col, BLOCK_N, SPEC)
-    store_rows(dv_rows, dv_j, col, BLOCK_N, SPEC)
+        # rows past the end have p = 0 and keys past the end are not stored: neither needs a mask
+        start, full_start, full_end, end = query_range(col, seqlen_q, seqlen_k, modifiers, SPEC)
+        if SPEC.HAS_RIGHT:
+            dk_j, dv_j = accumulate_dk_dv(
+                dk_j, dv_j, k_j, v_j, q_rows, do_rows, row_statistics, padded_q, col, start,
+                tl.minimum(full_start, end), seqlen_k, scale, scale_log2, modifiers, True, SPEC,
+            )  # fmt: skip
+        dk_j, dv_j = accumulate_dk_dv(
+            dk_j, dv_j, k_j, v_j, q_rows, do_rows, row_statistics, padded_q, col, full_start,
+            full_end, seqlen_k, scale, scale_log2, modifiers, False, SPEC,
+        )  # fmt: skip
+        if SPEC.HAS_LEFT or SPEC.HAS_MASK:
+            dk_j, dv_j = accumulate_dk_dv(
+                dk_j, dv_j, k_j, v_j, q_rows, do_rows, row_statistics, padded_q, col,
+                tl.maximum(full_start, full_end), end, seqlen_k, scale, scale_log2, modifiers, True,
+                SPEC,
+            )  # fmt: skip
+    store_rows(dk_rows, dk_j * scale, col, BLOCK_N, BLOCK_D, SPEC)
+    store_rows(dv_rows, dv_j, col, BLOCK_N, BLOCK_DV, SPEC)
 
 
 @triton.jit
 def accumulate_dq(
-    dq_i, q_i, do_i, lse, delta, k, v, row, start, end, seqlen_q, scale, scale_log2,
+    dq_i, q_i, do_i, lse, delta, k, v, row, start, end, seqlen_q, scale, scale_log2, modifiers,
     MASKED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Add the keys ``[start, end)``, tile by tile, to dq of one query tile."""
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
-    rows = row + tl.arange(0, SPEC.BLOCK_M)
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    rows = (row + tl.arange(0, SPEC.BLOCK_M))[:, None]
     for col in tl.range(start, end, BLOCK_N):
-        k_j = load_rows(k, col, BLOCK_N, SPEC)
+        cols = (col + tl.arange(0, BLOCK_N))[None, :]
+        k_j = load_rows(k, col, BLOCK_N, BLOCK_D, SPEC)
         s_ij = tl.dot(q_i, k_j.T, input_precision=SPEC.PRECISION)
-        p_ij = probabilities(s_ij, lse[:, None], scale, scale_log2, q_i.dtype == tl.float32)
-        if MASKED:
-            cols = col + tl.arange(0, BLOCK_N)
-            visible = visible_keys(rows[:, None], cols[None, :], seqlen_q, k.num_rows, SPEC)
-            p_ij = tl.where(visible, p_ij, 0.0)
-        v_j = load_rows(v, col, BLOCK_N, SPEC)
+        v_j = load_rows(v, col, BLOCK_N, BLOCK_DV, SPEC)
         dp_ij = tl.dot(do_i, v_j.T, input_precision=SPEC.PRECISION)
-        ds_ij = p_ij * (dp_ij - delta[:, None])
+        _, ds_ij = rebuild_tile(
+            s_ij, dp_ij, lse[:, None], delta[:, None], rows, cols, seqlen_q, k.num_rows, scale,
+            scale_log2, modifiers, MASKED, q_i.dtype == tl.float32, SPEC,
+        )  # fmt: skip
         dq_i = tl.dot(ds_ij.to(k_j.dtype), k_j, dq_i, input_precision=SPEC.PRECISION)
     return dq_i
 
 
-@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "seqlen_k"])
+@triton.jit(do_not_specialize=["num_heads", "group", "seqlen_q", "seqlen_k", "left", "right"])
 def flash_attention_dq_kernel(
-    q, k, v, do, dq, statistics_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides,
-    num_heads, seqlen_q, padded_q, seqlen_k, scale, scale_log2, SPEC: tl.constexpr,
+    q, k, v, do, dq, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
+    q_strides, k_strides, v_strides, do_strides, dq_strides, slope_strides, bias_strides,
+    mask_strides, num_heads, group, seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right,
+    softcap, SPEC: tl.constexpr,
 ):  # fmt: skip
     """dq, one query tile a program; grid ``(batch * num_heads, cdiv(seqlen_q, BLOCK_M))``."""
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
+    HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
     batch_head, tile = head_and_tile()
-    if SPEC.IS_CAUSAL:
+    if SPEC.HAS_RIGHT:
         tile = tl.num_programs(1) - 1 - tile  # the longest rows start first
     batch = (batch_head // num_heads).to(tl.int32)
     head = (batch_head % num_heads).to(tl.int32)
     row = tile * BLOCK_M
 
-    q_rows = rows_of(q, q_strides, batch, head, seqlen_q, SPEC)
-    k_rows = rows_of(k, k_strides, batch, head, seqlen_k, SPEC)
-    v_rows = rows_of(v, v_strides, batch, head, seqlen_k, SPEC)
-    do_rows = rows_of(do, do_strides, batch, head, seqlen_q, SPEC)
-    dq_rows = rows_of(dq, dq_strides, batch, head, seqlen_q, SPEC)
+    q_rows = rows_of(q, q_strides, batch, head, seqlen_q, HEAD_DIM, SPEC)
+    k_rows = rows_of(k, k_strides, batch, head // group, seqlen_k, HEAD_DIM, SPEC)
+    v_rows = rows_of(v, v_strides, batch, head // group, seqlen_k, HEAD_DIM_V, SPEC)
+    do_rows = rows_of(do, do_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
+    dq_rows = rows_of(dq, dq_strides, batch, head, seqlen_q, HEAD_DIM, SPEC)
+    modifiers = modifiers_of(
+        left, right, softcap, slopes_ptr, bias_ptr, mask_ptr, slope_strides, bias_strides,
+        mask_strides, batch, head, SPEC,
+    )  # fmt: skip
 
-    q_i = load_rows(q_rows, row, BLOCK_M, SPEC)
-    do_i = load_rows(do_rows, row, BLOCK_M, SPEC)
+    q_i = load_rows(q_rows, row, BLOCK_M, BLOCK_D, SPEC)
+    do_i = load_rows(do_rows, row, BLOCK_M, BLOCK_DV, SPEC)
     lse, delta = load_row_statistics(
         statistics_ptr + batch_head * 2 * padded_q, row, padded_q, SPEC
     )
     dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    full, end = key_range(row, seqlen_q, seqlen_k, SPEC)
+    start, full_start, full_end, end = key_range(row, seqlen_q, seqlen_k, modifiers, SPEC)
+    if SPEC.HAS_LEFT:
+        dq_i = accumulate_dq(
+            dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, start, tl.minimum(full_start, end),
+            seqlen_q, scale, scale_log2, modifiers, True, SPEC,
+        )  # fmt: skip
     dq_i = accumulate_dq(
-        dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, 0, full, seqlen_q, scale, scale_log2,
-        False, SPEC,
+        dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, full_start, full_end, seqlen_q, scale,
+        scale_log2, modifiers, False, SPEC,
     )  # fmt: skip
     dq_i = accumulate_dq(
-        dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, full, end, seqlen_q, scale, scale_log2,
-        True, SPEC,
+        dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, tl.maximum(full_start, full_end), end,
+        seqlen_q, scale, scale_log2, modifiers, True, SPEC,
     )  # fmt: skip
-    store_rows(dq_rows, dq_i * scale, row, BLOCK_M, SPEC)
+    store_rows(dq_rows, dq_i * scale, row, BLOCK_M, BLOCK_D, SPEC)

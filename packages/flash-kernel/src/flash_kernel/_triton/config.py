@@ -12,14 +12,22 @@ class KernelSpec:
     One kernel is compiled for each distinct value, whatever the sequence lengths.
     """
 
-    HEAD_DIM: int
+    HEAD_DIM: int  # of q and k
+    HEAD_DIM_V: int  # of v and o
     BLOCK_D: int  # HEAD_DIM padded to a power of two, at least 16: what tl.dot takes
+    BLOCK_DV: int  # HEAD_DIM_V, likewise
     BLOCK_M: int  # query rows of a tile
     BLOCK_N: int  # key rows of a tile
-    IS_CAUSAL: bool
-    PRESCALED: bool  # scores are scaled before the running maximum is taken, for any scale <= 0
     PRECISION: str  # of a float32 product: "ieee" or "tf32"; other dtypes have but one
     USE_DESCRIPTORS: bool  # tiles move through tensor descriptors (TMA), not through pointers
+    PRESCALED: bool = False  # scores are scaled before all else, not within the exponential
+    HAS_LEFT: bool = False  # a window bounds the keys before a row's position
+    HAS_RIGHT: bool = False  # a window, or causality, bounds the keys after it
+    HAS_SOFTCAP: bool = False
+    HAS_ALIBI: bool = False
+    HAS_BIAS: bool = False
+    HAS_MASK: bool = False
+    HAS_SINKS: bool = False
 
 
 @dataclass(frozen=True)

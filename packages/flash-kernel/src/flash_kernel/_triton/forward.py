@@ -16,9 +16,13 @@ import triton.language as tl
 from flash_kernel._triton.primitives import (
     INF,
     LN_2,
+    LOG2_E,
+    bias_scores,
+    cap_scores,
     head_and_tile,
     key_range,
     load_rows,
+    modifiers_of,
     online_softmax_step,
     rows_of,
     store_rows,
@@ -28,68 +32,100 @@ from flash_kernel._triton.primitives import (
 
 @triton.jit
 def attend(
-    m_i, l_i, acc, q_i, k, v, row, start, end, seqlen_q, scale, scale_log2,
+    m_i, l_i, acc, q_i, k, v, row, start, end, seqlen_q, scale, scale_log2, modifiers,
     MASKED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys ``[start, end)``, tile by tile, into the running softmax of one query tile."""
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
-    rows = row + tl.arange(0, SPEC.BLOCK_M)
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    rows = (row + tl.arange(0, SPEC.BLOCK_M))[:, None]
     for col in tl.range(start, end, BLOCK_N):
-        k_j = load_rows(k, col, BLOCK_N, SPEC)
+        cols = (col + tl.arange(0, BLOCK_N))[None, :]
+        k_j = load_rows(k, col, BLOCK_N, BLOCK_D, SPEC)
         # K is seen as [D, BLOCK_N], so that s = q k is [BLOCK_M, BLOCK_N]
         s_ij = tl.dot(q_i, k_j.T, input_precision=SPEC.PRECISION)
-        if SPEC.PRESCALED:
-            s_ij = s_ij * scale
+        s_ij = cap_scores(s_ij, scale, modifiers, SPEC)
+        s_ij = bias_scores(s_ij, rows, cols, seqlen_q, k.num_rows, modifiers, SPEC)
         if MASKED:
-            cols = col + tl.arange(0, BLOCK_N)
-            visible = visible_keys(rows[:, None], cols[None, :], seqlen_q, k.num_rows, SPEC)
+            visible = visible_keys(rows, cols, seqlen_q, k.num_rows, modifiers, SPEC)
             s_ij = tl.where(visible, s_ij, -INF)
-        v_j = load_rows(v, col, BLOCK_N, SPEC)
+        v_j = load_rows(v, col, BLOCK_N, BLOCK_DV, SPEC)
         m_i, l_i, acc = online_softmax_step(m_i, l_i, acc, s_ij, v_j, scale_log2, SPEC)
     return m_i, l_i, acc
 
 
-@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "seqlen_k"])
+@triton.jit
+def fold_sink(m_i, l_i, acc, sink, scale_log2):
+    """Add one more key, whose score is ``sink`` and whose value is 0, to the running softmax."""
+    m_new = tl.maximum(m_i, sink * LOG2_E / scale_log2)
+    pivot = tl.where(m_new == -INF, 0.0, m_new * scale_log2)
+    alpha = tl.math.exp2(m_i * scale_log2 - pivot)
+    l_new = alpha * l_i + tl.math.exp2(sink * LOG2_E - pivot)
+    return m_new, l_new, acc * alpha[:, None]
+
+
+@triton.jit(do_not_specialize=["num_heads", "group", "seqlen_q", "seqlen_k", "left", "right"])
 def flash_attention_forward_kernel(
-    q, k, v, o, lse_ptr, q_strides, k_strides, v_strides, o_strides,
-    num_heads, seqlen_q, seqlen_k, scale, scale_log2, SPEC: tl.constexpr,
+    q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr,
+    q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides, mask_strides,
+    num_heads, group, seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap,
+    SPEC: tl.constexpr,
 ):  # fmt: skip
-    """o = softmax(scale * q k^T) v and lse = log sum exp(scale * q k^T), one query tile a program.
+    """o = softmax(scores) v and lse = log sum exp(scores), one query tile a program.
 
     ``q, k, v, o``: pointers, with strides of ``[B, H, rows, D]``, or descriptors of
-    ``[1, 1, BLOCK, BLOCK_D]`` blocks.  ``lse_ptr``: contiguous float32 ``[B, H, seqlen_q]``, in
-    natural logarithm.  ``scale_log2`` is ``scale * log2(e)``; when PRESCALED, plain ``log2(e)``.
+    ``[1, 1, BLOCK, BLOCK_D]`` blocks; ``group`` query heads share a head of k and v.
+    ``lse_ptr``: contiguous float32 ``[B, H, seqlen_q]``, in natural logarithm.  ``scale_log2`` is
+    ``scale * log2(e)``; when PRESCALED, plain ``log2(e)``.  Slopes, bias, mask and sinks are passed
+    as some tensor, and not read, where SPEC says that there are none.
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
+    HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
     batch_head, tile = head_and_tile()
-    if SPEC.IS_CAUSAL:
+    if SPEC.HAS_RIGHT:
         tile = tl.num_programs(1) - 1 - tile  # the longest rows start first
     batch = (batch_head // num_heads).to(tl.int32)
     head = (batch_head % num_heads).to(tl.int32)
     row = tile * BLOCK_M
 
-    q_rows = rows_of(q, q_strides, batch, head, seqlen_q, SPEC)
-    k_rows = rows_of(k, k_strides, batch, head, seqlen_k, SPEC)
-    v_rows = rows_of(v, v_strides, batch, head, seqlen_k, SPEC)
-    o_rows = rows_of(o, o_strides, batch, head, seqlen_q, SPEC)
+    q_rows = rows_of(q, q_strides, batch, head, seqlen_q, HEAD_DIM, SPEC)
+    k_rows = rows_of(k, k_strides, batch, head // group, seqlen_k, HEAD_DIM, SPEC)
+    v_rows = rows_of(v, v_strides, batch, head // group, seqlen_k, HEAD_DIM_V, SPEC)
+    o_rows = rows_of(o, o_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
+    modifiers = modifiers_of(
+        left, right, softcap, slopes_ptr, bias_ptr, mask_ptr, slope_strides, bias_strides,
+        mask_strides, batch, head, SPEC,
+    )  # fmt: skip
 
-    q_i = load_rows(q_rows, row, BLOCK_M, SPEC)
+    q_i = load_rows(q_rows, row, BLOCK_M, BLOCK_D, SPEC)
     m_i = tl.full([BLOCK_M], -INF, tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-    full, end = key_range(row, seqlen_q, seqlen_k, SPEC)
+    start, full_start, full_end, end = key_range(row, seqlen_q, seqlen_k, modifiers, SPEC)
+    if SPEC.HAS_LEFT:
+        m_i, l_i, acc = attend(
+            m_i, l_i, acc, q_i, k_rows, v_rows, row, start, tl.minimum(full_start, end), seqlen_q,
+            scale, scale_log2, modifiers, True, SPEC,
+        )  # fmt: skip
     m_i, l_i, acc = attend(
-        m_i, l_i, acc, q_i, k_rows, v_rows, row, 0, full, seqlen_q, scale, scale_log2, False, SPEC
-    )
+        m_i, l_i, acc, q_i, k_rows, v_rows, row, full_start, full_end, seqlen_q, scale, scale_log2,
+        modifiers, False, SPEC,
+    )  # fmt: skip
     m_i, l_i, acc = attend(
-        m_i, l_i, acc, q_i, k_rows, v_rows, row, full, end, seqlen_q, scale, scale_log2, True, SPEC
-    )
+        m_i, l_i, acc, q_i, k_rows, v_rows, row, tl.maximum(full_start, full_end), end, seqlen_q,
+        scale, scale_log2, modifiers, True, SPEC,
+    )  # fmt: skip
+    if SPEC.HAS_SINKS:
+        m_i, l_i, acc = fold_sink(m_i, l_i, acc, tl.load(sinks_ptr + head), scale_log2)
 
     # a row that sees nothing has l = 0 and acc = 0: its output is 0 and its lse is -inf
     denominator = tl.where(l_i == 0.0, 1.0, l_i)
-    store_rows(o_rows, acc * (1.0 / denominator)[:, None], row, BLOCK_M, SPEC)
+    store_rows(o_rows, acc * (1.0 / denominator)[:, None], row, BLOCK_M, BLOCK_DV, SPEC)
     lse_i = (m_i * scale_log2 + tl.math.log2(denominator)) * LN_2
     rows = row + tl.arange(0, BLOCK_M)
     tl.store(lse_ptr + batch_head * seqlen_q + rows, lse_i, mask=rows < seqlen_q)

@@ -31,50 +31,50 @@ from flash_kernel._triton.prepared import (
     layout_key,
     prepared,
 )
+from flash_kernel.backward import Gradients, sink_gradient
+from flash_kernel.variant import PLAIN, Modifiers, Variant
 
 LOG2_E = math.log2(math.e)
 STATISTICS_CONFIG = BlockConfig(block_m=STATISTICS_BLOCK_M)
 ROW_PADDING = 128  # the largest BLOCK_M: row statistics are read in whole tiles
 SMALLEST_FACTOR = torch.finfo(torch.float32).tiny
 KEY_TENSORS = ("k", "v", "dk", "dv")  # tensors whose rows are keys: they come in tiles of BLOCK_N
+VALUE_TENSORS = ("v", "o", "do", "dv")  # tensors as wide as v
+ABSENT = (0, 0, 0, 0)  # strides of a modifier that is not there
 
 
 class Options(NamedTuple):
     """What a launch depends on besides its tensors."""
 
-    is_causal: bool
-    scale: float
+    variant: Variant
     precision: str  # of float32 products, "ieee" or "tf32"
     configs: KernelConfigs | None  # None: the table's
     use_descriptors: bool | None  # None: if the device and the tensors' alignment allow it
-
-
-ROW_STATISTICS_OPTIONS = Options(False, 1.0, "ieee", None, use_descriptors=False)
 
 
 def launch_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    variant: Variant,
+    modifiers: Modifiers = PLAIN,
     *,
-    is_causal: bool,
-    scale: float,
     configs: KernelConfigs | None = None,
     use_descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``o`` and ``lse`` of ``q [B, H, M, D]`` and ``k, v [B, H, N, D]``.
+    """Return ``o`` and ``lse`` of ``q [B, H, M, D]``, ``k [B, H_kv, N, D]``, ``v [.., N, D_v]``.
 
-    ``configs`` and ``use_descriptors`` override what the device and the tensors' alignment suggest;
-    every choice gives the same values up to rounding.
+    ``modifiers`` are those of `as_pairs`.  ``configs`` and ``use_descriptors`` override what the
+    device and the tensors' alignment suggest; every choice gives the same values up to rounding.
     """
-    o = torch.empty_like(q)
+    o = empty_like_q(q, v.shape[-1])
     lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     if lse.numel() == 0:
         return o, lse
-    options = Options(is_causal, scale, float32_precision(q.dtype), configs, use_descriptors)
-    key = ("forward", layout_key(q, k, v), options)
-    launch = prepared(key, partial(prepare_forward, q, k, v, o, options))
-    launch(q, k, v, o, lse)
+    options = Options(variant, float32_precision(q.dtype), configs, use_descriptors)
+    key = ("forward", layout_key(q, k, v, *modifiers), options)
+    launch = prepared(key, partial(prepare_forward, q, k, v, o, modifiers, options))
+    launch(q, k, v, o, lse, *(lse if x is None else x for x in modifiers))
     return o, lse
 
 
@@ -86,28 +86,40 @@ def launch_backward(
     lse: Tensor,
     do: Tensor,
     dlse: Tensor | None,
+    variant: Variant,
+    modifiers: Modifiers = PLAIN,
     *,
-    is_causal: bool,
-    scale: float,
     configs: KernelConfigs | None = None,
     use_descriptors: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ``dq``, ``dk`` and ``dv``, shaped and laid out like ``q``, ``k`` and ``v``.
+) -> Gradients:
+    """Return ``dq``, ``dk`` and ``dv``, laid out like ``q``, ``k`` and ``v``, and ``dsinks``.
 
-    ``o`` and ``lse`` are what `launch_forward` returned; ``do [B, H, M, D]`` and ``dlse [B, H, M]``
-    (None for zero) are the gradients of the loss with respect to them.
+    ``o`` and ``lse`` are what `launch_forward` returned; ``do`` and ``dlse [B, H, M]`` (None for
+    zero) are the gradients of the loss with respect to them.
     """
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     statistics = launch_row_statistics(o, do, lse, dlse)
-    options = Options(is_causal, scale, float32_precision(q.dtype), configs, use_descriptors)
-    key = (layout_key(q, k, v, do), options)
+    options = Options(variant, float32_precision(q.dtype), configs, use_descriptors)
+    key = (layout_key(q, k, v, do, *modifiers[:3]), options)
+    # a sink is one more key, of which the loops need to know no more than lse tells
+    extras = [statistics, *(statistics if x is None else x for x in modifiers[:3])]
     if dk.numel() > 0:
-        prepare = partial(prepare_dk_dv, q, k, v, do, dk, dv, options)
-        prepared(("dk_dv", key), prepare)(q, k, v, do, dk, dv, statistics)
+        prepare_it = partial(prepare_dk_dv, q, k, v, do, dk, dv, modifiers, options)
+        prepared(("dk_dv", key), prepare_it)(q, k, v, do, dk, dv, *extras)
     if dq.numel() > 0:
-        prepare = partial(prepare_dq, q, k, v, do, dq, options)
-        prepared(("dq", key), prepare)(q, k, v, do, dq, statistics)
-    return dq, dk, dv
+        prepare_it = partial(prepare_dq, q, k, v, do, dq, modifiers, options)
+        prepared(("dq", key), prepare_it)(q, k, v, do, dq, *extras)
+    dsinks = None
+    if modifiers.sinks is not None:
+        dsinks = sink_gradient(modifiers.sinks, lse, statistics[:, :, 1, : q.shape[2]])
+    return Gradients(dq, dk, dv, None, dsinks)
+
+
+def empty_like_q(q: Tensor, head_dim_v: int) -> Tensor:
+    """Return an output ``[B, H, M, D_v]``, laid out like ``q`` where it is as wide."""
+    if head_dim_v == q.shape[-1]:
+        return torch.empty_like(q)
+    return torch.empty((*q.shape[:3], head_dim_v), device=q.device, dtype=q.dtype)
 
 
 def launch_row_statistics(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
@@ -127,28 +139,25 @@ def launch_row_statistics(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | Non
 
 
 def prepare_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    options: Options,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, modifiers: Modifiers, options: Options
 ) -> PreparedLaunch:
     """Prepare o and lse: one program per head and query tile."""
-    config = (options.configs or default_configs(q)).forward
-    scale = options.scale
-    # folded into the exponential, a factor of 0 would make NaN of hidden scores, which are -inf
-    prescaled = scale * LOG2_E < SMALLEST_FACTOR
+    config = (options.configs or default_configs(q, v)).forward
     batch, num_heads, seqlen_q, _ = q.shape
-    seqlen_k = k.shape[2]
-    scale_log2 = LOG2_E if prescaled else scale * LOG2_E
+    scale = options.variant.scale
+    spec = kernel_spec(q, v, config, modifiers, options)
+    # folded into the exponential, a factor of 0 would make NaN of hidden scores, which are -inf
+    prescaled = spec.PRESCALED or scale * LOG2_E < SMALLEST_FACTOR
+    scalars = (num_heads, num_heads // k.shape[1], seqlen_q, k.shape[2])
     return prepare(
         flash_attention_forward_kernel,
         (batch * num_heads, triton.cdiv(seqlen_q, config.block_m)),
         {"q": q, "k": k, "v": v, "o": o},
-        1,
-        (num_heads, seqlen_q, seqlen_k, scale, scale_log2),
+        5,
+        modifiers,
+        (*scalars, scale, LOG2_E if prescaled else scale * LOG2_E, *window_scalars(options)),
         config,
-        kernel_spec(q, config, options, prescaled=prescaled),
+        dataclasses.replace(spec, PRESCALED=prescaled),
         options.use_descriptors,
     )
 
@@ -160,27 +169,23 @@ def prepare_dk_dv(
     do: Tensor,
     dk: Tensor,
     dv: Tensor,
+    modifiers: Modifiers,
     options: Options,
 ) -> PreparedLaunch:
-    """Prepare dk and dv: one program per head and key tile."""
-    config = (options.configs or default_configs(q)).dk_dv
-    batch, num_heads, seqlen_k, _ = k.shape
-    seqlen_q = q.shape[2]
+    """Prepare dk and dv: one program per key head and key tile."""
+    config = (options.configs or default_configs(q, v)).dk_dv
+    batch, num_heads_k, seqlen_k, _ = k.shape
+    seqlen_q, scale = q.shape[2], options.variant.scale
+    scalars = (num_heads_k, q.shape[1] // num_heads_k, seqlen_q, padded_rows(seqlen_q), seqlen_k)
     return prepare(
         flash_attention_dk_dv_kernel,
-        (batch * num_heads, triton.cdiv(seqlen_k, config.block_n)),
+        (batch * num_heads_k, triton.cdiv(seqlen_k, config.block_n)),
         {"q": q, "k": k, "v": v, "do": do, "dk": dk, "dv": dv},
-        1,
-        (
-            num_heads,
-            seqlen_q,
-            padded_rows(seqlen_q),
-            seqlen_k,
-            options.scale,
-            options.scale * LOG2_E,
-        ),
+        4,
+        modifiers,
+        (*scalars, scale, scale * LOG2_E, *window_scalars(options)),
         config,
-        kernel_spec(q, config, options),
+        kernel_spec(q, v, config, modifiers, options),
         options.use_descriptors,
     )
 
@@ -191,26 +196,23 @@ def prepare_dq(
     v: Tensor,
     do: Tensor,
     dq: Tensor,
+    modifiers: Modifiers,
     options: Options,
 ) -> PreparedLaunch:
     """Prepare dq: one program per head and query tile."""
-    config = (options.configs or default_configs(q)).dq
+    config = (options.configs or default_configs(q, v)).dq
     batch, num_heads, seqlen_q, _ = q.shape
+    scale = options.variant.scale
+    scalars = (num_heads, num_heads // k.shape[1], seqlen_q, padded_rows(seqlen_q), k.shape[2])
     return prepare(
         flash_attention_dq_kernel,
         (batch * num_heads, triton.cdiv(seqlen_q, config.block_m)),
         {"q": q, "k": k, "v": v, "do": do, "dq": dq},
-        1,
-        (
-            num_heads,
-            seqlen_q,
-            padded_rows(seqlen_q),
-            k.shape[2],
-            options.scale,
-            options.scale * LOG2_E,
-        ),
+        4,
+        modifiers,
+        (*scalars, scale, scale * LOG2_E, *window_scalars(options)),
         config,
-        kernel_spec(q, config, options),
+        kernel_spec(q, v, config, modifiers, options),
         options.use_descriptors,
     )
 
@@ -219,15 +221,17 @@ def prepare_row_statistics(o: Tensor, do: Tensor, has_dlse: bool) -> PreparedLau
     """Prepare the row statistics: one program per head and tile of padded rows."""
     batch, num_heads, seqlen_q, _ = o.shape
     padded_q = padded_rows(seqlen_q)
+    options = Options(Variant(1.0), "ieee", None, use_descriptors=False)
     return prepare(
         flash_attention_row_statistics_kernel,
         (batch * num_heads, triton.cdiv(padded_q, STATISTICS_CONFIG.block_m)),
         {"o": o, "do": do},
         3,
+        None,
         (num_heads, seqlen_q, padded_q, has_dlse),
         STATISTICS_CONFIG,
-        kernel_spec(o, STATISTICS_CONFIG, ROW_STATISTICS_OPTIONS),
-        ROW_STATISTICS_OPTIONS.use_descriptors,
+        kernel_spec(o, o, STATISTICS_CONFIG, PLAIN, options),
+        options.use_descriptors,
     )
 
 
@@ -236,6 +240,7 @@ def prepare(
     grid: tuple[int, int],
     tiled: dict[str, Tensor],
     num_buffers: int,
+    modifiers: Modifiers | None,
     scalars: tuple[Any, ...],
     config: BlockConfig,
     spec: KernelSpec,
@@ -244,36 +249,51 @@ def prepare(
     """Prepare a kernel whose arguments are tiled tensors, buffers, strides, scalars and SPEC.
 
     ``tiled`` holds the tensors that are read or written by tiles of rows; ``num_buffers`` counts
-    the float32 buffers that follow, which are always passed as pointers.
+    the tensors that follow, which are always passed as pointers.
     """
     if use_descriptors is None:
         use_descriptors = can_use_descriptors(*tiled.values())
     spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors)
-    blocks: list[list[int] | None] = [
-        [1, 1, spec.BLOCK_N if name in KEY_TENSORS else spec.BLOCK_M, spec.BLOCK_D]
-        if use_descriptors
-        else None
-        for name in tiled
-    ]
+    blocks: list[list[int] | None] = [None] * (len(tiled) + num_buffers)
+    if use_descriptors:
+        for index, name in enumerate(tiled):
+            rows = spec.BLOCK_N if name in KEY_TENSORS else spec.BLOCK_M
+            blocks[index] = [1, 1, rows, spec.BLOCK_DV if name in VALUE_TENSORS else spec.BLOCK_D]
     strides = [tensor.stride() for tensor in tiled.values()]
-    constants = (*strides, *scalars, spec)
-    return PreparedLaunch(kernel, grid, blocks + [None] * num_buffers, constants, config)
+    if modifiers is not None:
+        strides += [ABSENT if x is None else x.stride() for x in modifiers[:3]]
+    return PreparedLaunch(kernel, grid, blocks, (*strides, *scalars, spec), config)
+
+
+def window_scalars(options: Options) -> tuple[int, int, float]:
+    """Return left, right and softcap as a kernel takes them; what is absent is not read."""
+    _, left, right, softcap = options.variant
+    return left or 0, right or 0, softcap or 0.0
 
 
 def kernel_spec(
-    q: Tensor, config: BlockConfig, options: Options, *, prescaled: bool = False
+    q: Tensor, v: Tensor, config: BlockConfig, modifiers: Modifiers, options: Options
 ) -> KernelSpec:
-    """Return what a kernel is compiled for, given one of its tensors and the tile sizes."""
-    head_dim = q.shape[-1]
+    """Return what a kernel is compiled for, given q, v and the tile sizes."""
+    variant = options.variant
+    changes_scores = variant.softcap, modifiers.alibi_slopes, modifiers.bias
     return KernelSpec(
-        HEAD_DIM=head_dim,
-        BLOCK_D=padded_head_dim(head_dim),
+        HEAD_DIM=q.shape[-1],
+        HEAD_DIM_V=v.shape[-1],
+        BLOCK_D=padded_head_dim(q.shape[-1]),
+        BLOCK_DV=padded_head_dim(v.shape[-1]),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        IS_CAUSAL=options.is_causal,
-        PRESCALED=prescaled,
         PRECISION=options.precision,
         USE_DESCRIPTORS=False,
+        PRESCALED=any(x is not None for x in changes_scores),
+        HAS_LEFT=variant.left is not None,
+        HAS_RIGHT=variant.right is not None,
+        HAS_SOFTCAP=variant.softcap is not None,
+        HAS_ALIBI=modifiers.alibi_slopes is not None,
+        HAS_BIAS=modifiers.bias is not None,
+        HAS_MASK=modifiers.mask is not None,
+        HAS_SINKS=modifiers.sinks is not None,
     )
 
 
@@ -293,11 +313,12 @@ def float32_precision(dtype: torch.dtype) -> str:
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
-def default_configs(q: Tensor) -> KernelConfigs:
-    """Return the table's configurations for the device, dtype and head dim of ``q``."""
-    configs = configs_for(q.shape[-1], q.dtype, q.device)
+def default_configs(q: Tensor, v: Tensor) -> KernelConfigs:
+    """Return the table's configurations for the device, dtype and wider head dim."""
+    head_dim = max(q.shape[-1], v.shape[-1])
+    configs = configs_for(head_dim, q.dtype, q.device)
     if configs is None:
-        msg = f"no kernel configuration for {q.dtype} with head_dim {q.shape[-1]} on {q.device}"
+        msg = f"no kernel configuration for {q.dtype} with head_dim {head_dim} on {q.device}"
         raise ValueError(msg)
     return configs
 

@@ -88,11 +88,14 @@ def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
 
 
-def layout_key(*tensors: Tensor) -> tuple[Hashable, ...]:
+def layout_key(*tensors: Tensor | None) -> tuple[Hashable, ...]:
     """Return what a prepared launch depends on of its tensors: all but address and contents."""
-    x = tensors[0]  # the others share its dtype and device
-    layouts = [(x.shape, x.stride(), x.data_ptr() % ALIGNMENT == 0) for x in tensors]
-    return (x.dtype, x.device, *layouts)
+    return tuple(
+        None
+        if x is None
+        else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNMENT == 0)
+        for x in tensors
+    )
 
 
 def is_aligned(x: Tensor) -> bool:

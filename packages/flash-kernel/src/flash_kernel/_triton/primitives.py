@@ -29,39 +29,39 @@ class Rows(NamedTuple):
     batch: Any
     head: Any
     num_rows: Any
+    head_dim: Any
     stride_row: Any
     stride_col: Any
 
 
 @triton.jit
-def rows_of(tensor, strides, batch, head, num_rows, SPEC: tl.constexpr):
+def rows_of(tensor, strides, batch, head, num_rows, head_dim, SPEC: tl.constexpr):
     """Return the `Rows` of one head; ``tensor`` is a pointer or a descriptor, as SPEC says."""
     if not SPEC.USE_DESCRIPTORS:
         # 64 bits: a tensor, and one head of a strided view, may span more than 2^31 elements
         tensor += batch * tl.cast(strides[0], tl.int64) + head * tl.cast(strides[1], tl.int64)
     stride_row = tl.cast(strides[2], tl.int64)
     stride_col = tl.cast(strides[3], tl.int64)
-    return Rows(tensor, batch, head, num_rows, stride_row, stride_col)
+    return Rows(tensor, batch, head, num_rows, tl.cast(head_dim, tl.int32), stride_row, stride_col)
 
 
 @triton.jit
-def tile_offsets(x, row, ROWS: tl.constexpr, SPEC: tl.constexpr):
+def tile_offsets(x, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Offsets and in-bounds mask, both ``[ROWS, BLOCK_D]``, of the tile that starts at ``row``."""
     rows = row + tl.arange(0, ROWS)
-    cols = tl.arange(0, SPEC.BLOCK_D)
+    cols = tl.arange(0, BLOCK_D)
     offsets = rows.to(tl.int64)[:, None] * x.stride_row + cols[None, :] * x.stride_col
-    mask = (rows < x.num_rows)[:, None] & (cols < SPEC.HEAD_DIM)[None, :]
+    mask = (rows < x.num_rows)[:, None] & (cols < x.head_dim)[None, :]
     return offsets, mask
 
 
 @triton.jit
-def load_rows(x, row, ROWS: tl.constexpr, SPEC: tl.constexpr):
+def load_rows(x, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.constexpr):
     """Rows ``row .. row + ROWS`` of `Rows` x as ``[ROWS, BLOCK_D]``, zero outside the tensor."""
-    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     if SPEC.USE_DESCRIPTORS:
         tile = x.source.load([x.batch, x.head, row, 0]).reshape(ROWS, BLOCK_D)
     else:
-        offsets, mask = tile_offsets(x, row, ROWS, SPEC)
+        offsets, mask = tile_offsets(x, row, ROWS, BLOCK_D)
         tile = tl.load(x.source + offsets, mask=mask, other=0.0)
     if INTERPRETED and tile.dtype == tl.bfloat16:
         tile = tile.to(tl.float32)
@@ -69,14 +69,15 @@ def load_rows(x, row, ROWS: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def store_rows(x, tile, row, ROWS: tl.constexpr, SPEC: tl.constexpr):
+def store_rows(
+    x, tile, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.constexpr
+):  # fmt: skip
     """Write ``tile [ROWS, BLOCK_D]`` where `load_rows` would read it, clipped to the tensor."""
-    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     if SPEC.USE_DESCRIPTORS:
         tile = tile.to(x.source.dtype).reshape(1, 1, ROWS, BLOCK_D)
         x.source.store([x.batch, x.head, row, 0], tile)
     else:
-        offsets, mask = tile_offsets(x, row, ROWS, SPEC)
+        offsets, mask = tile_offsets(x, row, ROWS, BLOCK_D)
         tl.store(x.source + offsets, tile.to(x.source.dtype.element_ty), mask=mask)
 
 
@@ -92,45 +93,141 @@ def head_and_tile():
     return program // num_tiles, (program % num_tiles).to(tl.int32)
 
 
+class Modifiers(NamedTuple):
+    """What is done to the scores of one head between the product and the softmax."""
+
+    left: Any  # keys seen before a row's own position
+    right: Any  # keys seen after it, 0 when causal
+    softcap: Any
+    slope: Any  # ALiBi
+    bias: Any  # pointers to the head's first entry
+    bias_row: Any
+    bias_col: Any
+    mask: Any
+    mask_row: Any
+    mask_col: Any
+
+
 @triton.jit
-def visible_keys(rows, cols, seqlen_q, seqlen_k, SPEC: tl.constexpr):
+def modifiers_of(
+    left, right, softcap, slopes, bias, mask, slope_strides, bias_strides, mask_strides, batch,
+    head, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Return the `Modifiers` of one head; what SPEC says is absent is never read."""
+    slope = softcap
+    if SPEC.HAS_ALIBI:
+        slope = tl.load(slopes + batch * slope_strides[0] + head * slope_strides[1])
+    bias += batch * tl.cast(bias_strides[0], tl.int64) + head * tl.cast(bias_strides[1], tl.int64)
+    mask += batch * tl.cast(mask_strides[0], tl.int64) + head * tl.cast(mask_strides[1], tl.int64)
+    return Modifiers(
+        left, right, softcap, slope,
+        bias, tl.cast(bias_strides[2], tl.int64), tl.cast(bias_strides[3], tl.int64),
+        mask, tl.cast(mask_strides[2], tl.int64), tl.cast(mask_strides[3], tl.int64),
+    )  # fmt: skip
+
+
+@triton.jit
+def tanh(x):
+    """tanh to float32 precision; near 0, where the closed form cancels, by its series."""
+    x2 = x * x
+    series = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
+    closed = 1 - 2 / (1 + tl.exp(2.0 * x))
+    return tl.where(tl.abs(x) < 0.25, series, closed)
+
+
+@triton.jit
+def cap_scores(s, scale, x, SPEC: tl.constexpr):
+    """Scale the scores where SPEC says so, and cap them softly: ``softcap * tanh(s / softcap)``."""
+    if SPEC.PRESCALED:
+        s = s * scale
+    if SPEC.HAS_SOFTCAP:
+        s = x.softcap * tanh(s / x.softcap)
+    return s
+
+
+@triton.jit
+def bias_scores(s, rows, cols, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
+    """Add ALiBi, ``-slope * |i + seqlen_k - seqlen_q - j|``, and the bias of each pair."""
+    if SPEC.HAS_ALIBI:
+        distance = tl.abs(rows + (seqlen_k - seqlen_q) - cols)
+        s = s - x.slope * distance.to(tl.float32)
+    if SPEC.HAS_BIAS:
+        offsets = rows.to(tl.int64) * x.bias_row + cols.to(tl.int64) * x.bias_col
+        inside = (rows < seqlen_q) & (cols < seqlen_k)
+        s = s + tl.load(x.bias + offsets, mask=inside, other=0.0).to(tl.float32)
+    return s
+
+
+@triton.jit
+def visible_keys(rows, cols, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
     """The one mask: True where query ``rows`` may attend to key ``cols`` (broadcast together).
 
-    Causal is aligned to the bottom right: row i sees keys ``j <= i + seqlen_k - seqlen_q``.
+    Windows are aligned to the bottom right: row i stands at ``i + seqlen_k - seqlen_q`` and sees
+    the keys from ``left`` before to ``right`` after that position.
     """
     visible = cols < seqlen_k
-    if SPEC.IS_CAUSAL:
-        visible = visible & (cols <= rows + (seqlen_k - seqlen_q))
+    position = rows + (seqlen_k - seqlen_q)
+    if SPEC.HAS_RIGHT:
+        visible = visible & (cols <= position + x.right)
+    if SPEC.HAS_LEFT:
+        visible = visible & (cols >= position - x.left)
+    if SPEC.HAS_MASK:
+        offsets = rows.to(tl.int64) * x.mask_row + cols.to(tl.int64) * x.mask_col
+        inside = (rows < seqlen_q) & (cols < seqlen_k)
+        visible = visible & (tl.load(x.mask + offsets, mask=inside, other=0) != 0)
     return visible
 
 
 @triton.jit
-def key_range(row, seqlen_q, seqlen_k, SPEC: tl.constexpr):
-    """Keys that the query tile at ``row`` visits: ``[0, full)`` unmasked, ``[full, end)`` masked.
+def key_range(row, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
+    """Keys that the query tile at ``row`` visits: ``start, full_start, full_end, end``.
 
-    Where ``seqlen_q == seqlen_k`` that is ``cdiv((tile + 1) * BLOCK_M, BLOCK_N)`` key tiles.
+    Tiles in ``[full_start, full_end)`` are seen whole by every row; those before and after need the
+    mask.  When causal with ``seqlen_q == seqlen_k``, the loop ends after
+    ``cdiv((tile + 1) * BLOCK_M, BLOCK_N)`` key tiles.
     """
-    full = seqlen_k
+    first = row + (seqlen_k - seqlen_q)  # position of the tile's first row
+    last = first + SPEC.BLOCK_M - 1
+    start = 0
+    full_start = 0
+    full_end = seqlen_k
     end = seqlen_k
-    if SPEC.IS_CAUSAL:
-        seen_by_first_row = row + 1 + (seqlen_k - seqlen_q)
-        full = tl.maximum(tl.minimum(seqlen_k, seen_by_first_row), 0)
-        end = tl.maximum(tl.minimum(seqlen_k, seen_by_first_row + SPEC.BLOCK_M - 1), 0)
-    return full // SPEC.BLOCK_N * SPEC.BLOCK_N, end
+    if SPEC.HAS_RIGHT:
+        full_end = tl.maximum(tl.minimum(seqlen_k, first + x.right + 1), 0)
+        end = tl.maximum(tl.minimum(seqlen_k, last + x.right + 1), 0)
+    if SPEC.HAS_LEFT:
+        start = tl.maximum(first - x.left, 0) // SPEC.BLOCK_N * SPEC.BLOCK_N
+        full_start = tl.cdiv(tl.maximum(last - x.left, 0), SPEC.BLOCK_N) * SPEC.BLOCK_N
+    full_end = full_end // SPEC.BLOCK_N * SPEC.BLOCK_N
+    if SPEC.HAS_MASK:
+        full_start = start
+        full_end = start
+    return start, full_start, full_end, end
 
 
 @triton.jit
-def query_range(col, seqlen_q, seqlen_k, SPEC: tl.constexpr):
-    """Query rows that see the key tile at ``col``: ``[start, full)`` masked, then unmasked."""
+def query_range(col, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
+    """Query rows that see the key tile at ``col``; the four bounds are those of `key_range`.
+
+    Rows past the end have p = 0, so that the last tile of rows needs no mask.
+    """
+    first = col - (seqlen_k - seqlen_q)  # the row that stands at the tile's first key
+    last = first + SPEC.BLOCK_N - 1
     start = 0
-    full = 0
-    if SPEC.IS_CAUSAL:
-        first_key_seen_from = col - (seqlen_k - seqlen_q)
-        all_keys_seen_from = tl.maximum(first_key_seen_from + SPEC.BLOCK_N - 1, 0)
-        start = tl.maximum(first_key_seen_from, 0) // SPEC.BLOCK_M * SPEC.BLOCK_M
-        full = (all_keys_seen_from + SPEC.BLOCK_M - 1) // SPEC.BLOCK_M * SPEC.BLOCK_M
-        full = tl.minimum(full, seqlen_q)
-    return start, full
+    full_start = 0
+    full_end = seqlen_q
+    end = seqlen_q
+    if SPEC.HAS_RIGHT:
+        start = tl.maximum(first - x.right, 0) // SPEC.BLOCK_M * SPEC.BLOCK_M
+        full_start = tl.cdiv(tl.maximum(last - x.right, 0), SPEC.BLOCK_M) * SPEC.BLOCK_M
+    if SPEC.HAS_LEFT:
+        full_end = tl.maximum(tl.minimum(seqlen_q, first + x.left + 1), 0)
+        full_end = full_end // SPEC.BLOCK_M * SPEC.BLOCK_M
+        end = tl.maximum(tl.minimum(seqlen_q, last + x.left + 1), 0)
+    if SPEC.HAS_MASK:
+        full_start = start
+        full_end = start
+    return start, full_start, full_end, end
 
 
 @triton.jit
