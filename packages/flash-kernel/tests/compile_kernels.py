@@ -36,7 +36,9 @@ from flash_kernel._triton.forward import flash_attention_forward_kernel
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
 KEYS = ("k", "v", "dk", "dv")  # tensors whose rows are keys
-FLOATS = ("scale", "scale_log2")
+VALUES = ("v", "o", "do", "dv")  # tensors as wide as v
+FLOATS = ("scale", "scale_log2", "softcap")
+POINTERS = {"mask_ptr": "*i1", "bias_ptr": None}  # others are float32; None: the dtype of q
 SASS_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", re.MULTILINE)
 
 
@@ -49,9 +51,11 @@ def argument_types(kernel: Any, spec: KernelSpec, dtype: str) -> tuple[dict[str,
     for index, name in enumerate(kernel.arg_names):
         if name in TENSORS and spec.USE_DESCRIPTORS:
             rows = spec.BLOCK_N if name in KEYS else spec.BLOCK_M
-            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {spec.BLOCK_D}]>"
+            width = spec.BLOCK_DV if name in VALUES else spec.BLOCK_D
+            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {width}]>"
         elif name in TENSORS or name.endswith("_ptr"):
-            signature[name] = f"*{dtype}" if name in TENSORS else "*fp32"
+            own = f"*{dtype}" if name in TENSORS else "*fp32"
+            signature[name] = POINTERS.get(name, own) or f"*{dtype}"
             hints[(index,)] = aligned
         elif name.endswith("_strides"):
             signature[name] = ("i32", "i32", "i32", "constexpr")
@@ -124,12 +128,20 @@ def compile_all(options: argparse.Namespace) -> None:
     for kernel, config, takes_descriptors in kernels:
         spec = KernelSpec(
             HEAD_DIM=options.head_dim,
+            HEAD_DIM_V=options.head_dim,
             BLOCK_D=padded_head_dim(options.head_dim),
+            BLOCK_DV=padded_head_dim(options.head_dim),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            IS_CAUSAL=options.causal,
-            PRESCALED=False,
             PRECISION="ieee",
+            HAS_RIGHT=options.causal or options.all_features,
+            PRESCALED=options.all_features,
+            HAS_LEFT=options.all_features,
+            HAS_SOFTCAP=options.all_features,
+            HAS_ALIBI=options.all_features,
+            HAS_BIAS=options.all_features,
+            HAS_MASK=options.all_features,
+            HAS_SINKS=options.all_features,
             USE_DESCRIPTORS=takes_descriptors and options.capability >= 90 and not options.pointers,
         )
         compiled = compile_one(kernel, spec, config, target, options.dtype)
@@ -152,6 +164,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--pointers", action="store_true")
+    parser.add_argument("--all-features", action="store_true")
     compile_all(parser.parse_args())
 
 

@@ -8,6 +8,7 @@ import torch
 import flash_kernel
 from flash_kernel import FlashAttention, attention_reference, dispatch, flash_attention
 from flash_kernel.testing import make_qkv
+from flash_kernel.variant import Variant
 
 QKV = make_qkv(1, 2, 8, 8, 16, dtype=torch.float32)
 
@@ -43,9 +44,8 @@ def dispatch_interprets():
 
 
 def test_cpu_tensors_get_torch_attention_by_default():
-    assert dispatch.resolve(*QKV[:2], return_lse=False, impl="auto", backward="auto") == (
-        dispatch.Plan("torch", "autograd")
-    )
+    plan = dispatch.resolve(request(), impl="auto", backward="auto")
+    assert plan == dispatch.Plan("torch", "autograd")
 
 
 def test_auto_finds_an_implementation_for_every_wish_on_a_cpu():
@@ -130,32 +130,61 @@ def broken_triton(monkeypatch):
     dispatch._warn_if_triton_fails.cache_clear()
 
 
-class OnGpu:
-    """As much of a CUDA tensor as dispatch looks at."""
+def request(device="cpu", **changes):
+    """A request of half-precision tensors ``[1, 2, 8, 64]``, described without making them."""
+    plain = dispatch.Request(
+        device=torch.device(device),
+        dtype=torch.float16,
+        seqlen_q=8,
+        seqlen_k=8,
+        head_dim=64,
+        head_dim_v=64,
+        group=1,
+        variant=Variant(0.125),
+        modifiers=frozenset(),
+        trained=frozenset(),
+        return_lse=False,
+    )
+    return plain._replace(**changes)
 
-    is_cuda, dtype, shape, device = True, torch.float16, (1, 2, 8, 64), torch.device("cpu")
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A GPU, as far as the table of configurations looks at it."""
+    monkeypatch.setattr("flash_kernel._triton.config.compute_capability", lambda device: 90)
 
 
-def test_auto_falls_back_with_one_warning_where_triton_cannot_launch(broken_triton):
-    wish = {"return_lse": False, "impl": "auto", "backward": "auto"}
+def test_auto_falls_back_with_one_warning_where_triton_cannot_launch(broken_triton, on_a_gpu):
     with pytest.warns(RuntimeWarning, match=f"falls back to torch's attention.*{broken_triton}"):
-        plan = dispatch.resolve(OnGpu(), OnGpu(), **wish)
+        plan = dispatch.resolve(request("cuda"), impl="auto", backward="auto")
     assert plan == dispatch.Plan("torch", "autograd")
     with warnings.catch_warnings(record=True) as second:
         warnings.simplefilter("always")
-        dispatch.resolve(OnGpu(), OnGpu(), **wish)
+        dispatch.resolve(request("cuda"), impl="auto", backward="auto")
     assert second == []
 
 
-def test_explicit_triton_never_falls_back(broken_triton):
+def test_explicit_triton_never_falls_back(broken_triton, on_a_gpu):
     with pytest.raises(RuntimeError, match=f"impl='triton' {broken_triton}"):
-        dispatch.resolve(OnGpu(), OnGpu(), return_lse=False, impl="triton", backward="auto")
+        dispatch.resolve(request("cuda"), impl="triton", backward="auto")
 
 
 def test_numpy_numbers_are_scales():
     numpy = pytest.importorskip("numpy")
     o = flash_attention(*QKV, scale=numpy.float32(0.5), impl="mock")
     torch.testing.assert_close(o, attention_reference(*QKV, scale=0.5)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["auto", "triton", "torch", "mock", "reference"])
+def test_autocast_converts_the_inputs_for_every_implementation(impl, device):
+    q, k, v = (x.to(device).requires_grad_() for x in QKV)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        o = flash_attention(q, k, v.half(), impl=impl)
+    assert o.dtype == torch.bfloat16
+    expected = attention_reference(*(x.bfloat16().double() for x in (q, k, v.half())))[0]
+    torch.testing.assert_close(o.double(), expected, rtol=0, atol=2e-2)
+    o.sum().backward()
+    assert q.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("impl", ["triton", "mock"])

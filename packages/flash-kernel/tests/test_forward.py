@@ -10,6 +10,7 @@ from flash_kernel import flash_attention
 from flash_kernel._triton import launch, prepared
 from flash_kernel._triton.config import BlockConfig, KernelConfigs
 from flash_kernel.testing import assert_matches_reference, make_qkv
+from flash_kernel.variant import Variant
 
 TILE = 64
 TRITON = partial(flash_attention, impl="triton", return_lse=True)
@@ -26,7 +27,8 @@ def same_config(config: BlockConfig) -> KernelConfigs:
 
 def forward(q, k, v, *, is_causal=False, **options):
     """The kernel on ``[B, H, n, d]`` with options that the public function decides itself."""
-    return launch.launch_forward(q, k, v, is_causal=is_causal, scale=q.shape[-1] ** -0.5, **options)
+    variant = Variant(q.shape[-1] ** -0.5, right=0 if is_causal else None)
+    return launch.launch_forward(q, k, v, variant, **options)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

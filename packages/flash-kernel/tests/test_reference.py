@@ -7,14 +7,20 @@ import torch.nn.functional as F
 
 from flash_kernel.reference import attention_reference, visible_mask
 from flash_kernel.testing import make_qkv
+from flash_kernel.variant import Variant
+
+CAUSAL = Variant(1.0, right=0)
 
 # (seqlen_q, seqlen_k): equal, more keys, more queries, one of either
 LENGTHS = [(1, 1), (13, 13), (5, 13), (13, 5), (1, 13), (13, 1)]
 
 
 def test_causal_mask_is_aligned_to_the_bottom_right():
-    assert visible_mask(2, 4).tolist() == [[True, True, True, False], [True, True, True, True]]
-    assert visible_mask(3, 2).tolist() == [[False, False], [True, False], [True, True]]
+    assert visible_mask(2, 4, CAUSAL).tolist() == [
+        [True, True, True, False],
+        [True, True, True, True],
+    ]
+    assert visible_mask(3, 2, CAUSAL).tolist() == [[False, False], [True, False], [True, True]]
 
 
 @pytest.mark.parametrize(

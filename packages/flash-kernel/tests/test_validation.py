@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from flash_kernel.validation import check_qkv
+from flash_kernel.validation import check_inputs, check_qkv
 
 Q = torch.zeros(2, 3, 4, 8)
 K = torch.zeros(2, 3, 5, 8)
@@ -61,9 +61,9 @@ def test_a_wrong_kind_of_input_raises_a_type_error_that_names_it(q, k, v, messag
     ],
 )
 def test_a_scale_that_is_no_finite_number_is_refused(scale, error, message):
-    check_qkv(Q, K, K, scale=2)
+    check_inputs(Q, K, K, scale=2)
     with pytest.raises(error, match=re.escape(message)):
-        check_qkv(Q, K, K, scale=scale)
+        check_inputs(Q, K, K, scale=scale)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -86,15 +86,15 @@ def test_a_nested_tensor_raises_a_type_error():
             "`k` must have shape [2, 3, N, 8] to match `q`, got [2, 3, 5, 4].",
         ),
         (Q, K[:1], K[:1], "`k` must have shape [2, 3, N, 8] to match `q`, got [1, 3, 5, 8]."),
-        (Q, K[:, :1], K, "Nothing is broadcast: expand or repeat `k` first."),
+        (Q, K[:, :1], K, "Nothing is broadcast: expand or repeat `v` first."),
+        (Q, K[:, :2], K[:, :2], "dimension -3, must divide the 3 heads of `q`, got 2."),
         (Q, K[0], K[0], "`k` must have shape [2, 3, N, 8] to match `q`, got [3, 5, 8]."),
         (
             Q,
             K,
             K[..., :4, :],
-            "`v` must have shape [2, 3, 5, 8] to match `k`, got [2, 3, 4, 8].",
+            "`v` must have shape [2, 3, 5, D_v] to match `k`, got [2, 3, 4, 8].",
         ),
-        (Q, K, K[..., :4], "`v` must have shape [2, 3, 5, 8] to match `k`, got [2, 3, 5, 4]."),
         (Q, K, K.to("meta"), "`q`, `k` and `v` must share one device, got cpu, cpu and meta."),
     ],
 )

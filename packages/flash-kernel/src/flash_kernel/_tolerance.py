@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_kernel.reference import attention_reference, visible_mask
+from flash_kernel.variant import Variant
 
 AttentionImpl = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 
@@ -162,7 +163,9 @@ def _rounding_noise(
     s = scale * (q @ k.mT)
     p = torch.exp(s - lse)  # [..., M, N]
     if is_causal:
-        p = p.masked_fill(~visible_mask(q.shape[-2], k.shape[-2], q.device), 0.0)
+        p = p.masked_fill(
+            ~visible_mask(q.shape[-2], k.shape[-2], Variant(scale, right=0), q.device), 0.0
+        )
     dp = do @ v.mT
     dp_less_delta = dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None]
     o_of_do = (do * (p @ v)).square().sum(-1)

@@ -102,16 +102,35 @@ def flash_attention(
             shapes rule out.
         RuntimeError: An implementation asked for by name cannot run on this device.
 
+    Under autocast, q, k and v are converted to its dtype, as for torch's own attention.
+
     FlashAttention-2 (Dao, 2023, arXiv 2307.08691).
     """
     modifiers = Modifiers(alibi_slopes, bias, mask, sinks)
     options = Options(is_causal, scale, window, softcap, return_lse, impl, backward)
-    if torch.compiler.is_compiling():
-        o, lse = _traced(q, k, v, modifiers, options)
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (_autocast(x, q.device.type) for x in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            o, lse = _dispatched(q, k, v, modifiers, options)
     else:
-        plan, variant = checked_plan(q, k, v, modifiers, options)
-        o, lse = attend(plan, q, k, v, variant, modifiers)
+        o, lse = _dispatched(q, k, v, modifiers, options)
     return o if lse is None or not return_lse else (o, lse)
+
+
+def _autocast(x: Tensor, device_type: str) -> Tensor:
+    """Convert as autocast converts the factors of a matrix product: all but float64."""
+    is_eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device_type)) if is_eligible else x
+
+
+def _dispatched(
+    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """Return o and lse from whichever implementation the call gets."""
+    if torch.compiler.is_compiling():
+        return _traced(q, k, v, modifiers, options)
+    plan, variant = checked_plan(q, k, v, modifiers, options)
+    return attend(plan, q, k, v, variant, modifiers)
 
 
 def _traced(

@@ -7,12 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_kernel.backward import (
-    Gradients,
-    flash_attention_backward,
-    flash_attention_backward_compiled,
-)
+from flash_kernel.backward import flash_attention_backward, flash_attention_backward_compiled
 from flash_kernel.dispatch import Plan
+from flash_kernel.gradients import Gradients
 from flash_kernel.reference import dense_attention
 from flash_kernel.second_order import refuse_second_order
 from flash_kernel.shapes import as_batch_and_heads, as_pairs
@@ -108,8 +105,13 @@ def run_forward(
     if impl == "triton":
         from flash_kernel._triton.launch import launch_forward
 
-        tensors = (as_batch_and_heads(x) for x in (q, k, v))
-        o, lse = launch_forward(*tensors, variant, as_pairs(modifiers, q, k))
+        o, lse = launch_forward(
+            as_batch_and_heads(q),
+            as_batch_and_heads(k),
+            as_batch_and_heads(v),
+            variant,
+            as_pairs(modifiers, q, k),
+        )
         if q.dim() == 4:
             return o, lse
         return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
@@ -151,10 +153,12 @@ def run_backward(
         return run(q, k, v, o, lse, do, dlse, variant, modifiers)
     from flash_kernel._triton.launch import launch_backward
 
-    tensors = [as_batch_and_heads(x) for x in (q, k, v, o)]
-    rows = tensors[0].shape[:-1]
+    rows = as_batch_and_heads(q).shape[:-1]
     dq, dk, dv, _, dsinks = launch_backward(
-        *tensors,
+        as_batch_and_heads(q),
+        as_batch_and_heads(k),
+        as_batch_and_heads(v),
+        as_batch_and_heads(o),
         lse.reshape(rows),
         as_batch_and_heads(do),
         None if dlse is None else dlse.reshape(rows),

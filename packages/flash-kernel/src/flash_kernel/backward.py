@@ -5,23 +5,13 @@ It stores the score matrix, O(M * N) memory; the default, `_triton.backward`, do
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flash_kernel.gradients import Gradients, sink_gradient
 from flash_kernel.reference import bias_scores, cap_scores, hidden_pairs, repeat_heads
 from flash_kernel.variant import PLAIN, Modifiers, Variant
-
-
-class Gradients(NamedTuple):
-    """Gradients of the loss with respect to the inputs; None for what was not asked for."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dbias: Tensor | None = None
-    dsinks: Tensor | None = None
 
 
 def flash_attention_backward(
@@ -61,7 +51,7 @@ def flash_attention_backward(
     s = bias_scores(capped, variant, modifiers)
     # a row that sees nothing has lse = -inf; against +inf, each of its p is 0
     p = torch.exp(s - lse.masked_fill(lse == float("-inf"), float("inf"))[..., None])
-    hidden = hidden_pairs(*s.shape[-2:], variant, modifiers, s.device)
+    hidden = hidden_pairs(s.shape[-2], s.shape[-1], variant, modifiers, s.device)
     if hidden is not None:
         p = p.masked_fill(hidden, 0.0)
     dv = p.to(do.dtype).mT @ do
@@ -79,18 +69,11 @@ def flash_attention_backward(
     return Gradients(ds @ k_each, dk, dv, dbias, dsinks)
 
 
-def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return dsinks ``[H]``: a sink has p = exp(sink - lse) in each row, and dp = 0."""
-    p = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # [..., H, M]
-    by_head = (-p * delta).sum(-1)  # [..., H]
-    return by_head.reshape(-1, sinks.shape[0]).sum(0).to(sinks.dtype)
-
-
 def sum_groups(x: Tensor, k: Tensor) -> Tensor:
     """Sum what each query head gives to the key head that it shares."""
     if x.shape[:-2] == k.shape[:-2]:
         return x
-    return x.unflatten(-3, (k.shape[-3], -1)).sum(-3)
+    return x.reshape(*k.shape[:-2], -1, *x.shape[-2:]).sum(-3)
 
 
 @functools.cache

@@ -153,7 +153,7 @@ def first_plan(request: Request, candidates: tuple[str, ...], backward: str) -> 
         refusal = refuse_impl(request, candidate) or refuse_backward(request, candidate, backward)
         if refusal is None:
             return Plan(candidate, _own_backward(request, candidate, backward))
-        if candidate == "triton":
+        if candidate == "triton" and len(candidates) > 1:
             _warn_if_triton_fails(request.device)
     raise refusal or AssertionError
 

@@ -110,9 +110,9 @@ def backward_op(
     gradients = run_backward(chosen, q, k, v, o, lse, do, dlse, variant, modifiers)
     promised = [torch.empty_like(x) for x in (q, k, v)]
     results = [_laid_out_like(x, dx) for x, dx in zip(promised, gradients[:3], strict=True)]
-    if bias is not None and trains_bias:
+    if bias is not None and trains_bias and gradients.dbias is not None:
         results.append(_laid_out_like(torch.empty_like(bias), gradients.dbias.to(bias.dtype)))
-    if sinks is not None:
+    if sinks is not None and gradients.dsinks is not None:
         results.append(gradients.dsinks.to(sinks.dtype))
     return results
 

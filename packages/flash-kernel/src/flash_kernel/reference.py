@@ -77,7 +77,7 @@ def dense_attention(
     state_dtype = torch.promote_types(q.dtype, torch.float32)
     s = (q @ k.mT).to(state_dtype)  # [..., M, N]
     s = bias_scores(cap_scores(s, variant), variant, modifiers)
-    hidden = hidden_pairs(*s.shape[-2:], variant, modifiers, s.device)
+    hidden = hidden_pairs(s.shape[-2], s.shape[-1], variant, modifiers, s.device)
     if hidden is not None:
         s = s.masked_fill(hidden, float("-inf"))
     denominator = s

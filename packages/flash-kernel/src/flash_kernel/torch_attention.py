@@ -37,14 +37,13 @@ def torch_attention(
     if is_causal and modifiers.bias is None and modifiers.mask is None:
         return causal_attention(q, k, v, variant.scale).reshape(shape)
     scores = (*shape[:-1], k.shape[2])
-    hidden = hidden_pairs(*scores[-2:], variant, modifiers, q.device)
-    bias = modifiers.bias
-    attn_mask = None
-    if bias is not None:
-        attn_mask = as_batch_and_heads(bias.to(q.dtype).expand(scores))
+    hidden = hidden_pairs(scores[-2], scores[-1], variant, modifiers, q.device)
     if hidden is not None:
         hidden = as_batch_and_heads(hidden.expand(scores))
-        attn_mask = ~hidden if bias is None else attn_mask.masked_fill(hidden, float("-inf"))
+    attn_mask = None if hidden is None else ~hidden
+    if modifiers.bias is not None:
+        attn_mask = as_batch_and_heads(modifiers.bias.to(q.dtype).expand(scores))
+        attn_mask = attn_mask if hidden is None else attn_mask.masked_fill(hidden, float("-inf"))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=variant.scale)
     if hidden is not None:
         o = o.masked_fill(hidden.all(-1, keepdim=True), 0.0)

@@ -65,8 +65,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     *leading, _, head_dim = q.shape
     if len(leading) >= 2 and k.dim() == q.dim():
         leading[-1] = _checked_kv_heads(leading[-1], k.shape[-3])
-    _check_shape("k", k, [*leading, None, head_dim], like="q")
-    _check_shape("v", v, [*k.shape[:-1], None], like="k")
+    _check_shape("k", k, [*leading, "N", head_dim], like="q")
+    _check_shape("v", v, [*k.shape[:-1], "D_v"], like="k")
 
 
 def check_modifiers(q: Tensor, k: Tensor, modifiers: Modifiers) -> None:
@@ -163,14 +163,14 @@ def _check_shared(tensors: dict[str, Tensor]) -> None:
         raise ValueError(msg)
 
 
-def _check_shape(name: str, tensor: Tensor, expected: list[int | None], *, like: str) -> None:
-    """``None`` in ``expected`` stands for any length and is printed as N."""
+def _check_shape(name: str, tensor: Tensor, expected: list[int | str], *, like: str) -> None:
+    """A name in ``expected`` stands for any length."""
     shape = list(tensor.shape)
     fits = len(shape) == len(expected) and all(
-        want is None or size == want for size, want in zip(shape, expected, strict=True)
+        isinstance(want, str) or size == want for size, want in zip(shape, expected, strict=True)
     )
     if not fits:
-        wanted = ", ".join("N" if want is None else str(want) for want in expected)
+        wanted = ", ".join(map(str, expected))
         msg = (
             f"`{name}` must have shape [{wanted}] to match `{like}`, got {shape}. "
             f"Nothing is broadcast: expand or repeat `{name}` first."
@@ -181,7 +181,8 @@ def _check_shape(name: str, tensor: Tensor, expected: list[int | None], *, like:
 def _check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number:
         msg = f"`{name}` must be a number or None, got {type(value).__name__}."
         raise TypeError(msg)
     try:
@@ -191,7 +192,7 @@ def _check_number(name: str, value: Any, *, above_zero: bool = False) -> None:
     if not is_finite:
         msg = f"`{name}` must be finite, got {value}."
         raise ValueError(msg)
-    if above_zero and not value > 0:
+    if above_zero and float(value) <= 0:
         msg = f"`{name}` must be above 0, got {value}. Pass None for none."
         raise ValueError(msg)
 

@@ -82,13 +82,13 @@ def probabilities(s, lse, scale, scale_log2, EXACT: tl.constexpr):
 
 
 @triton.jit
-def rebuild_tile(
-    s, dp, lse, delta, rows, cols, seqlen_q, seqlen_k, scale, scale_log2, modifiers,
-    MASKED: tl.constexpr, EXACT: tl.constexpr, SPEC: tl.constexpr,
+def rebuild_p(
+    s, lse, rows, cols, seqlen_q, seqlen_k, scale, scale_log2, modifiers, MASKED: tl.constexpr,
+    EXACT: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Return p and ds, the gradient of the product q k, of one tile of raw products ``s``.
+    """Return p of one tile of raw products ``s``, and the capped scores.
 
-    The tile may lie either way: rows, cols, lse and delta broadcast against ``s`` and ``dp``.
+    The tile may lie either way: rows, cols and lse broadcast against ``s``.
     """
     capped = cap_scores(s, scale, modifiers, SPEC)
     scores = bias_scores(capped, rows, cols, seqlen_q, seqlen_k, modifiers, SPEC)
@@ -99,11 +99,17 @@ def rebuild_tile(
     if MASKED:
         visible = visible_keys(rows, cols, seqlen_q, seqlen_k, modifiers, SPEC)
         p = tl.where(visible, p, 0.0)
+    return p, capped
+
+
+@triton.jit
+def product_gradient(p, dp, delta, capped, modifiers, SPEC: tl.constexpr):
+    """Return ds = p * (dp - delta), brought back through the softcap to the product q k."""
     ds = p * (dp - delta)
     if SPEC.HAS_SOFTCAP:
-        slope = capped / modifiers.softcap  # d/ds (c tanh(s / c)) = 1 - tanh(s / c)^2
-        ds = ds * (1.0 - slope * slope)
-    return p, ds
+        tanh_s = capped / modifiers.softcap  # d/ds (c tanh(s / c)) = 1 - tanh(s / c)^2
+        ds = ds * (1.0 - tanh_s * tanh_s)
+    return ds
 
 
 @triton.jit
@@ -126,14 +132,52 @@ def accumulate_dk_dv(
         q_i = load_rows(q, row, BLOCK_M, BLOCK_D, SPEC)
         lse, delta = load_row_statistics(statistics_ptr, row, padded_q, SPEC)
         s_t = tl.dot(k_j, q_i.T, input_precision=SPEC.PRECISION)
-        do_i = load_rows(do, row, BLOCK_M, BLOCK_DV, SPEC)
-        dp_t = tl.dot(v_j, do_i.T, input_precision=SPEC.PRECISION)
-        p_t, ds_t = rebuild_tile(
-            s_t, dp_t, lse[None, :], delta[None, :], rows, cols, q.num_rows, seqlen_k, scale,
-            scale_log2, modifiers, MASKED, q_i.dtype == tl.float32, SPEC,
+        p_t, capped = rebuild_p(
+            s_t, lse[None, :], rows, cols, q.num_rows, seqlen_k, scale, scale_log2, modifiers,
+            MASKED, q_i.dtype == tl.float32, SPEC,
         )  # fmt: skip
+        do_i = load_rows(do, row, BLOCK_M, BLOCK_DV, SPEC)
+        # before dp: s and dp at once do not fit the registers
         dv_j = tl.dot(p_t.to(do_i.dtype), do_i, dv_j, input_precision=SPEC.PRECISION)
+        dp_t = tl.dot(v_j, do_i.T, input_precision=SPEC.PRECISION)
+        ds_t = product_gradient(p_t, dp_t, delta[None, :], capped, modifiers, SPEC)
         dk_j = tl.dot(ds_t.to(q_i.dtype), q_i, dk_j, input_precision=SPEC.PRECISION)
+    return dk_j, dv_j
+
+
+@triton.jit
+def accumulate_head(
+    dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides,
+    do_strides, slope_strides, bias_strides, mask_strides, batch, head, batch_head, col, seqlen_q,
+    padded_q, seqlen_k, scale, scale_log2, left, right, softcap, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Add all rows of one query head that see a key tile to its dk and dv."""
+    HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
+    HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
+    q_rows = rows_of(q, q_strides, batch, head, seqlen_q, HEAD_DIM, SPEC)
+    do_rows = rows_of(do, do_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
+    statistics_ptr += batch_head * 2 * padded_q
+    modifiers = modifiers_of(
+        left, right, softcap, slopes_ptr, bias_ptr, mask_ptr, slope_strides, bias_strides,
+        mask_strides, batch, head, SPEC,
+    )  # fmt: skip
+    # rows past the end have p = 0 and keys past the end are not stored: neither needs a mask
+    start, full_start, full_end, end = query_range(col, seqlen_q, seqlen_k, modifiers, SPEC)
+    if SPEC.HAS_RIGHT:
+        dk_j, dv_j = accumulate_dk_dv(
+            dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, start,
+            tl.minimum(full_start, end), seqlen_k, scale, scale_log2, modifiers, True, SPEC,
+        )  # fmt: skip
+    dk_j, dv_j = accumulate_dk_dv(
+        dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, full_start, full_end,
+        seqlen_k, scale, scale_log2, modifiers, False, SPEC,
+    )  # fmt: skip
+    if SPEC.HAS_LEFT or SPEC.HAS_MASK:
+        dk_j, dv_j = accumulate_dk_dv(
+            dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col,
+            tl.maximum(full_start, full_end), end, seqlen_k, scale, scale_log2, modifiers, True,
+            SPEC,
+        )  # fmt: skip
     return dk_j, dv_j
 
 
@@ -167,33 +211,20 @@ def flash_attention_dk_dv_kernel(
     dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv_j = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
-    for head in range(head_k * group, (head_k + 1) * group):
-        q_rows = rows_of(q, q_strides, batch, head, seqlen_q, HEAD_DIM, SPEC)
-        do_rows = rows_of(do, do_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
-        row_statistics = (
-            statistics_ptr + (batch_head * group + head - head_k * group) * 2 * padded_q
-        )
-        modifiers = modifiers_of(
-            left, right, softcap, slopes_ptr, bias_ptr, mask_ptr, slope_strides, bias_strides,
-            mask_strides, batch, head, SPEC,
-        )  # fmt: skip
-        # rows past the end have p = 0 and keys past the end are not stored: neither needs a mask
-        start, full_start, full_end, end = query_range(col, seqlen_q, seqlen_k, modifiers, SPEC)
-        if SPEC.HAS_RIGHT:
-            dk_j, dv_j = accumulate_dk_dv(
-                dk_j, dv_j, k_j, v_j, q_rows, do_rows, row_statistics, padded_q, col, start,
-                tl.minimum(full_start, end), seqlen_k, scale, scale_log2, modifiers, True, SPEC,
+    if SPEC.IS_GROUPED:
+        for member in range(group):
+            dk_j, dv_j = accumulate_head(
+                dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
+                q_strides, do_strides, slope_strides, bias_strides, mask_strides, batch,
+                head_k * group + member, batch_head * group + member, col, seqlen_q, padded_q,
+                seqlen_k, scale, scale_log2, left, right, softcap, SPEC,
             )  # fmt: skip
-        dk_j, dv_j = accumulate_dk_dv(
-            dk_j, dv_j, k_j, v_j, q_rows, do_rows, row_statistics, padded_q, col, full_start,
-            full_end, seqlen_k, scale, scale_log2, modifiers, False, SPEC,
+    else:
+        dk_j, dv_j = accumulate_head(
+            dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides,
+            do_strides, slope_strides, bias_strides, mask_strides, batch, head_k, batch_head, col,
+            seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap, SPEC,
         )  # fmt: skip
-        if SPEC.HAS_LEFT or SPEC.HAS_MASK:
-            dk_j, dv_j = accumulate_dk_dv(
-                dk_j, dv_j, k_j, v_j, q_rows, do_rows, row_statistics, padded_q, col,
-                tl.maximum(full_start, full_end), end, seqlen_k, scale, scale_log2, modifiers, True,
-                SPEC,
-            )  # fmt: skip
     store_rows(dk_rows, dk_j * scale, col, BLOCK_N, BLOCK_D, SPEC)
     store_rows(dv_rows, dv_j, col, BLOCK_N, BLOCK_DV, SPEC)
 
@@ -212,12 +243,13 @@ def accumulate_dq(
         cols = (col + tl.arange(0, BLOCK_N))[None, :]
         k_j = load_rows(k, col, BLOCK_N, BLOCK_D, SPEC)
         s_ij = tl.dot(q_i, k_j.T, input_precision=SPEC.PRECISION)
+        p_ij, capped = rebuild_p(
+            s_ij, lse[:, None], rows, cols, seqlen_q, k.num_rows, scale, scale_log2, modifiers,
+            MASKED, q_i.dtype == tl.float32, SPEC,
+        )  # fmt: skip
         v_j = load_rows(v, col, BLOCK_N, BLOCK_DV, SPEC)
         dp_ij = tl.dot(do_i, v_j.T, input_precision=SPEC.PRECISION)
-        _, ds_ij = rebuild_tile(
-            s_ij, dp_ij, lse[:, None], delta[:, None], rows, cols, seqlen_q, k.num_rows, scale,
-            scale_log2, modifiers, MASKED, q_i.dtype == tl.float32, SPEC,
-        )  # fmt: skip
+        ds_ij = product_gradient(p_ij, dp_ij, delta[:, None], capped, modifiers, SPEC)
         dq_i = tl.dot(ds_ij.to(k_j.dtype), k_j, dq_i, input_precision=SPEC.PRECISION)
     return dq_i
 

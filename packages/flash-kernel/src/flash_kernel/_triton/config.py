@@ -21,6 +21,7 @@ class KernelSpec:
     PRECISION: str  # of a float32 product: "ieee" or "tf32"; other dtypes have but one
     USE_DESCRIPTORS: bool  # tiles move through tensor descriptors (TMA), not through pointers
     PRESCALED: bool = False  # scores are scaled before all else, not within the exponential
+    IS_GROUPED: bool = False  # several query heads share a head of k and v
     HAS_LEFT: bool = False  # a window bounds the keys before a row's position
     HAS_RIGHT: bool = False  # a window, or causality, bounds the keys after it
     HAS_SOFTCAP: bool = False

@@ -31,7 +31,7 @@ from flash_kernel._triton.prepared import (
     layout_key,
     prepared,
 )
-from flash_kernel.backward import Gradients, sink_gradient
+from flash_kernel.gradients import Gradients, sink_gradient
 from flash_kernel.variant import PLAIN, Modifiers, Variant
 
 LOG2_E = math.log2(math.e)
@@ -185,7 +185,9 @@ def prepare_dk_dv(
         modifiers,
         (*scalars, scale, scale * LOG2_E, *window_scalars(options)),
         config,
-        kernel_spec(q, v, config, modifiers, options),
+        dataclasses.replace(
+            kernel_spec(q, v, config, modifiers, options), IS_GROUPED=q.shape[1] > num_heads_k
+        ),
         options.use_descriptors,
     )
 
