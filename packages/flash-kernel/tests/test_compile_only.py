@@ -69,6 +69,15 @@ def test_odd_head_dim_compiles_by_pointers_on_hopper():
         assert report["shared_bytes"] <= SHARED_BYTES[90]
 
 
+def test_all_features_at_once_compile_within_shared_memory():
+    for report in with_products(
+        compile_kernels("--capability", "90", "--dtype", "bf16", "--all-features")
+    ):
+        assert report["tensor_core_ops"] > 0
+        assert report["shared_bytes"] <= SHARED_BYTES[90]
+        assert report["spilled_bytes"] <= 2048, report
+
+
 def test_float32_is_multiplied_exactly_and_fits():
     for report in with_products(
         compile_kernels("--capability", "80", "--head-dim", "128", "--dtype", "fp32")
