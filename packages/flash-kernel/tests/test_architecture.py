@@ -11,12 +11,12 @@ MAX_LINES = 400
 
 # Lowest first: a module imports from lower layers only, at its top or inside a function.
 LAYERS = (
-    ("variant", "gradients"),
+    ("variant", "gradients", "merge"),
     ("validation", "shapes", "second_order", "_triton", "_triton.config"),
     ("reference", "_triton.primitives", "_triton.probe", "_triton.prepared"),
     ("backward", "torch_attention", "mock", "_tolerance", "_triton.forward", "_triton.backward"),
     ("testing", "dispatch", "_triton.launch"),
-    ("autograd",),
+    ("autograd", "explain"),
     ("ops",),
     ("api",),
     ("",),  # flash_kernel itself

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from flash_kernel.api import flash_attention
 from flash_kernel.autograd import FlashAttention
+from flash_kernel.explain import Explanation, explain
+from flash_kernel.merge import merge_attention
 from flash_kernel.reference import attention_reference
 
 if TYPE_CHECKING:
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Explanation",
     "FlashAttention",
     "FlashAttentionMock",
     "attention_reference",
+    "explain",
     "flash_attention",
+    "merge_attention",
 ]
 
 

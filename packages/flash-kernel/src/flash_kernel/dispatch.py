@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from flash_kernel._triton.config import configs_for, max_head_dim, max_seqlen
+from flash_kernel._triton.config import (
+    compute_capability,
+    configs_for,
+    max_head_dim,
+    max_seqlen,
+)
 from flash_kernel.torch_attention import torch_refusal
 from flash_kernel.validation import check_inputs
 from flash_kernel.variant import Modifiers, Variant, make_variant
@@ -44,6 +49,7 @@ class Request(NamedTuple):
     """What a choice depends on: plain data, no tensors."""
 
     device: torch.device
+    capability: int  # 90 for an NVIDIA GPU of compute capability 9.0, 0 elsewhere
     dtype: torch.dtype
     seqlen_q: int
     seqlen_k: int
@@ -54,6 +60,7 @@ class Request(NamedTuple):
     modifiers: frozenset[str]  # names of those there are
     trained: frozenset[str]  # names of those that want a gradient
     return_lse: bool
+    is_assumed: bool = False  # the device is described, not there: whether it launches is not asked
 
 
 class Options(NamedTuple):
@@ -118,6 +125,7 @@ def describe(
     trained = [name for name, x in present.items() if x.requires_grad and torch.is_grad_enabled()]
     return Request(
         device=q.device,
+        capability=compute_capability(q.device),
         dtype=q.dtype,
         seqlen_q=q.shape[-2],
         seqlen_k=k.shape[-2],
@@ -153,7 +161,7 @@ def first_plan(request: Request, candidates: tuple[str, ...], backward: str) -> 
         refusal = refuse_impl(request, candidate) or refuse_backward(request, candidate, backward)
         if refusal is None:
             return Plan(candidate, _own_backward(request, candidate, backward))
-        if candidate == "triton" and len(candidates) > 1:
+        if candidate == "triton" and len(candidates) > 1 and not request.is_assumed:
             _warn_if_triton_fails(request.device)
     raise refusal or AssertionError
 
@@ -215,15 +223,15 @@ def triton_refusal(request: Request, option: str) -> Exception | None:
     """Return the error that asking for Triton by an option would deserve here, or None."""
     wish = f"{option}='triton'"
     other = "impl='torch' or impl='reference'" if option == "impl" else "backward='dense'"
-    dtype, device = request.dtype, request.device
+    dtype, capability = request.dtype, request.capability
     if dtype not in TRITON_DTYPES:
         msg = f"{wish} takes float16, bfloat16 or float32, got {dtype}. Pass {other}."
         return TypeError(msg)
     head_dim = max(request.head_dim, request.head_dim_v)
-    configs = configs_for(head_dim, dtype, device)
+    configs = configs_for(head_dim, dtype, capability)
     if configs is None:
         return ValueError(
-            f"`head_dim` must be at most {max_head_dim(dtype, device)} for {wish} with {dtype} "
+            f"`head_dim` must be at most {max_head_dim(dtype, capability)} for {wish} with {dtype} "
             f"on this device, got {head_dim}. Pass {other}, or split the heads."
         )
     longest = max(request.seqlen_q, request.seqlen_k)
@@ -232,7 +240,7 @@ def triton_refusal(request: Request, option: str) -> Exception | None:
             f"a sequence must have at most {max_seqlen(configs)} rows for {wish}, got {longest}. "
             f"Pass {other}."
         )
-    failure = triton_failure(device)
+    failure = None if request.is_assumed else triton_failure(request.device)
     return None if failure is None else RuntimeError(f"{wish} {failure}")
 
 

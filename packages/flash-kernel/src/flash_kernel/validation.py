@@ -46,6 +46,17 @@ def check_inputs(
     """
     check_qkv(q, k, v)
     check_modifiers(q, k, modifiers)
+    check_options(is_causal=is_causal, scale=scale, window=window, softcap=softcap)
+
+
+def check_options(
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Raise unless the options that are numbers are valid, whatever the tensors."""
     _check_number("scale", scale)
     _check_number("softcap", softcap, above_zero=True)
     _check_window(window)

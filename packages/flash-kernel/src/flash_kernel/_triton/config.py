@@ -120,16 +120,16 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def configs_for(head_dim: int, dtype: torch.dtype, device: torch.device) -> KernelConfigs | None:
+def configs_for(head_dim: int, dtype: torch.dtype, capability: int) -> KernelConfigs | None:
     """Return the configurations of a head dim; None if it is larger than the table knows."""
     table = FLOAT32 if dtype == torch.float32 else HALF_PRECISION
-    of_device = table[generation(compute_capability(device))]
+    of_device = table[generation(capability)]
     return of_device.get(max(64, padded_head_dim(head_dim)))
 
 
-def max_head_dim(dtype: torch.dtype, device: torch.device) -> int:
+def max_head_dim(dtype: torch.dtype, capability: int) -> int:
     """Return the largest head dim that `configs_for` knows."""
-    return max(d for d in (64, 128, 256) if configs_for(d, dtype, device) is not None)
+    return max(d for d in (64, 128, 256) if configs_for(d, dtype, capability) is not None)
 
 
 def max_seqlen(configs: KernelConfigs) -> int:

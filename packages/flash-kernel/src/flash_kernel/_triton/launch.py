@@ -318,7 +318,7 @@ def float32_precision(dtype: torch.dtype) -> str:
 def default_configs(q: Tensor, v: Tensor) -> KernelConfigs:
     """Return the table's configurations for the device, dtype and wider head dim."""
     head_dim = max(q.shape[-1], v.shape[-1])
-    configs = configs_for(head_dim, q.dtype, q.device)
+    configs = configs_for(head_dim, q.dtype, compute_capability(q.device))
     if configs is None:
         msg = f"no kernel configuration for {q.dtype} with head_dim {head_dim} on {q.device}"
         raise ValueError(msg)

@@ -1,0 +1,107 @@
+"""The choice of implementation as data, and attention put together from parts."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+
+from flash_kernel import attention_reference, explain, flash_attention, merge_attention
+from flash_kernel.testing import make_qkv
+
+SHAPES = ((2, 8, 128, 64), (2, 8, 128, 64))
+
+
+def test_explain_needs_no_gpu_to_say_what_one_would_run():
+    answer = explain(*SHAPES, is_causal=True)
+    assert (answer.impl, answer.backward, answer.refusals) == ("triton", "triton", {})
+    assert str(answer) == "runs impl='triton', backward='triton'"
+
+
+@pytest.mark.parametrize(
+    ("wish", "impl", "backward", "refused"),
+    [
+        ({"capability": None}, "torch", "autograd", "impl='triton'"),
+        ({"capability": None, "softcap": 30.0}, "reference", "autograd", "impl='torch'"),
+        ({"dtype": torch.float64}, "torch", "autograd", "impl='triton'"),
+        ({"trained": ["bias"]}, "triton", "dense", "backward='triton'"),
+        ({"trained": ["alibi_slopes"]}, "reference", "autograd", "backward='dense'"),
+        ({"window": (64, 0)}, "triton", "triton", "impl='mock'"),
+        ({"backward": "compiled"}, "triton", "compiled", None),
+    ],
+)
+def test_explain_says_what_runs_and_what_is_refused(wish, impl, backward, refused, monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    from flash_kernel import dispatch
+
+    dispatch._triton_failure.cache_clear()
+    answer = explain(*SHAPES, **wish)
+    dispatch._triton_failure.cache_clear()
+    assert (answer.impl, answer.backward) == (impl, backward)
+    assert refused is None or refused in answer.refusals
+
+
+def test_explain_reports_a_call_that_would_raise_with_its_message():
+    answer = explain((1, 2, 8, 320), (1, 2, 8, 320), impl="triton")
+    assert answer.impl is None
+    ((option, reason),) = answer.refusals.items()
+    assert option == "impl='triton', backward='auto'"
+    assert "`head_dim` must be at most 256" in reason
+    assert str(answer).startswith("would raise\n  not impl='triton'")
+
+
+def test_explain_agrees_with_what_is_run():
+    q, k, v = make_qkv(1, 2, 8, 8, 16, dtype=torch.float32)
+    for wish in ({}, {"return_lse": True}, {"softcap": 2.0}, {"impl": "mock"}):
+        answer = explain(q.shape, k.shape, dtype=q.dtype, capability=None, **wish)
+        named = flash_attention(q, k, v, **(wish | {"impl": answer.impl}))
+        chosen = flash_attention(q, k, v, **wish)
+        torch.testing.assert_close(chosen, named, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"impl": "cuda"}, "`impl` must be one of"),
+        ({"modifiers": ["dropout"]}, "must be names among 'alibi_slopes'.* got 'dropout'"),
+        ({"window": (-1, 0)}, "None, for unbounded"),
+    ],
+)
+def test_explain_refuses_what_does_not_exist(wish, message):
+    with pytest.raises(ValueError, match=message):
+        explain(*SHAPES, **wish)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_merged_parts_equal_one_call_over_all_keys(dtype):
+    q, k, v = make_qkv(1, 2, 20, 70, 16, dtype=dtype, requires_grad=True)
+    attention = partial(attention_reference, scale=0.3)
+    bounds = [0, 7, 7, 50, 70]
+    parts = [attention(q, k[..., a:b, :], v[..., a:b, :]) for a, b in pairwise(bounds)]
+    merged, expected = merge_attention(parts), attention(q, k, v)
+    # the parts' o are rounded to float16 before they are joined
+    tolerance = dict.fromkeys(("rtol", "atol"), 1e-10 if dtype == torch.float64 else 2e-3)
+    torch.testing.assert_close(merged, expected, **tolerance)
+    assert [x.dtype for x in merged] == [x.dtype for x in expected]
+    gradients = [
+        torch.autograd.grad(o.sum() + lse.sum(), (q, k, v), retain_graph=True)
+        for o, lse in (merged, expected)
+    ]
+    torch.testing.assert_close(*gradients, **tolerance)
+
+
+def test_merged_row_that_sees_nothing_is_zero():
+    o, lse = torch.zeros(1, 3, 8), torch.full((1, 3), float("-inf"))
+    merged = merge_attention([(o, lse), (o, lse)])
+    assert torch.equal(merged[0], o)
+    assert torch.equal(merged[1], lse)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    o, lse = torch.zeros(1, 3, 8), torch.zeros(1, 3)
+    with pytest.raises(ValueError, match="at least one"):
+        merge_attention([])
+    with pytest.raises(ValueError, match="must have the shapes of the first"):
+        merge_attention([(o, lse), (o[:, :2], lse[:, :2])])
