@@ -27,7 +27,7 @@ def document(*places: Path) -> Path:
 def test_readme_examples_run() -> None:
     readme = document(FOLDER / "README.md")
     failed, attempted = doctest.testfile(str(readme), module_relative=False)
-    assert readme.read_text("utf-8").count("```python\n") == 3
+    assert readme.read_text("utf-8").count("```python\n") == 4
     assert attempted > 10
     assert failed == 0
 
