@@ -12,7 +12,7 @@ from flash_kernel.dispatch import Plan
 from flash_kernel.gradients import Gradients
 from flash_kernel.reference import dense_attention
 from flash_kernel.second_order import refuse_second_order
-from flash_kernel.shapes import as_batch_and_heads, as_pairs
+from flash_kernel.shapes import as_batch_and_heads, as_pairs, shaped
 from flash_kernel.torch_attention import torch_attention
 from flash_kernel.variant import Modifiers, Variant
 
@@ -112,9 +112,7 @@ def run_forward(
             variant,
             as_pairs(modifiers, q, k),
         )
-        if q.dim() == 4:
-            return o, lse
-        return o.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+        return shaped(o, (*q.shape[:-1], v.shape[-1])), shaped(lse, q.shape[:-1])
     if impl == "mock":
         from flash_kernel.mock import flash_attention_mock_forward
 
@@ -159,10 +157,11 @@ def run_backward(
         as_batch_and_heads(k),
         as_batch_and_heads(v),
         as_batch_and_heads(o),
-        lse.reshape(rows),
+        shaped(lse, rows),
         as_batch_and_heads(do),
-        None if dlse is None else dlse.reshape(rows),
+        None if dlse is None else shaped(dlse, rows),
         variant,
         as_pairs(modifiers, q, k),
     )
-    return Gradients(dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape), None, dsinks)
+    dq, dk, dv = (shaped(dx, x.shape) for dx, x in ((dq, q), (dk, k), (dv, v)))
+    return Gradients(dq, dk, dv, None, dsinks)

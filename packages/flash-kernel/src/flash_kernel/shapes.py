@@ -1,8 +1,15 @@
 """The one place where leading dimensions become batch and heads."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from flash_kernel.variant import Modifiers
+
+
+def shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ``x`` in another shape of as many elements; costs nothing where it has it already."""
+    return x if x.shape == shape else x.reshape(shape)
 
 
 def as_batch_and_heads(x: Tensor) -> Tensor:
