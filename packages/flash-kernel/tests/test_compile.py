@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from flash_kernel import flash_attention
+from flash_kernel import FlashAttention, flash_attention
 from flash_kernel.ops import backward_op, forward_op
 from flash_kernel.testing import make_qkv
 
@@ -39,6 +39,23 @@ def test_operators_pass_opcheck(impl, backward, contiguous, device):
     saved = [None if x is None else x.detach() for x in inputs]
     saved += [o, lse, torch.randn_like(o), None]
     torch.library.opcheck(backward_op, (*saved, *options, False))
+
+
+@NEEDS_COMPILER
+def test_function_compiles_into_a_full_graph(device):
+    @torch.compile(fullgraph=True, dynamic=True)
+    def layer(q, k, v):
+        o = FlashAttention.apply(q, k, v, True)
+        return o + FlashAttention.apply(q, k, v, is_causal=False)
+
+    for seqlen in (33, 40):
+        inputs = make_qkv(2, None, seqlen, seqlen, 16, dtype=torch.float32, device=device)
+        leaves = [x.requires_grad_() for x in inputs]
+        expected = FlashAttention.apply(*leaves, True) + FlashAttention.apply(*leaves)
+        compiled = layer(*leaves)
+        torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
+        gradients = [torch.autograd.grad(o.square().sum(), leaves) for o in (compiled, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
 @NEEDS_COMPILER

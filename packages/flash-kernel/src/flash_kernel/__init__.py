@@ -10,8 +10,8 @@ when the mock is first used.
 from typing import TYPE_CHECKING, Any
 
 from flash_kernel.api import flash_attention
-from flash_kernel.autograd import FlashAttention
 from flash_kernel.explain import Explanation, explain
+from flash_kernel.function import FlashAttention
 from flash_kernel.merge import merge_attention
 from flash_kernel.reference import attention_reference
 

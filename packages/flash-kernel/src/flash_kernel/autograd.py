@@ -17,19 +17,8 @@ from flash_kernel.torch_attention import torch_attention
 from flash_kernel.variant import Modifiers, Variant
 
 
-class FlashAttention(torch.autograd.Function):
-    """Exact attention on ``[b, n, d]`` (any leading dimensions) that stores no score matrix.
-
-    ``FlashAttention.apply(q, k, v, is_causal=False)`` is `flash_attention` with its defaults:
-    projections, splitting into heads and rotary embeddings happen before.
-    """
-
-    @classmethod
-    def apply(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        """Return ``o [..., M, D]`` for ``q [..., M, D]`` and ``k, v [..., N, D]``."""
-        from flash_kernel.api import flash_attention
-
-        return flash_attention(q, k, v, is_causal=is_causal)
+class PlannedAttention(torch.autograd.Function):
+    """Attention by a plan: forward and backward may come from different implementations."""
 
     @classmethod
     def apply_plan(
@@ -95,7 +84,7 @@ def attend(
         return torch_attention(q, k, v, variant, modifiers), None
     if plan.backward == "autograd":
         return dense_attention(q, k, v, variant, modifiers)
-    return FlashAttention.apply_plan(q, k, v, modifiers, variant, plan)
+    return PlannedAttention.apply_plan(q, k, v, modifiers, variant, plan)
 
 
 def run_forward(
