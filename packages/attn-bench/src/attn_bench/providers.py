@@ -43,6 +43,7 @@ class Provider:
     build: Callable[[Case, torch.device], Attention]
     why_unavailable: Callable[[torch.device], str | None] = _always
     why_unsupported: Callable[[Case], str | None] = _always
+    compiles: bool = False  # under torch.compile, for seconds at each new shape
 
 
 def _build_dense(case: Case, _: torch.device) -> Attention:
@@ -177,6 +178,7 @@ FLASH_PROVIDERS = {
             "torch FlexAttention, compiled",
             _build_flex,
             why_unavailable=partial(_needs_cuda, "its backward"),
+            compiles=True,
         ),
         Provider(
             "flash-triton",
@@ -189,6 +191,7 @@ FLASH_PROVIDERS = {
             "flash_kernel, Triton forward, compiled dense backward",
             partial(_build_flash, "triton", "compiled"),
             why_unavailable=_why_no_compiled_backward,
+            compiles=True,
         ),
         Provider("flash-auto", "flash_kernel's own choice", partial(_build_flash, "auto", "auto")),
         Provider(

@@ -46,6 +46,7 @@ ATTENTION_LAYER = Suite(
                 "ScaledDotProductAttention under torch.compile",
                 _build_compiled,
                 why_unavailable=why_no_compile,
+                compiles=True,
             ),
         )
     },
