@@ -167,18 +167,74 @@ def test_an_unwritable_path_is_found_before_anything_is_measured(
     assert list(tmp_path.iterdir()) == [path.parent]
 
 
-def test_an_interrupted_run_saves_nothing(
+def test_an_interrupted_run_is_gone_on_with(
     plant: Plant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    stop = True
+    calls = []
+
     def interrupted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise KeyboardInterrupt
+        calls.append(q.shape[2])
+        if q.shape[2] == 9 and stop:
+            raise KeyboardInterrupt
+        return attention_reference(q, k, v, is_causal=True)[0]
 
     plant("interrupted", interrupted)
     path = tmp_path / "r.jsonl"
-    arguments = ["flash", *TINY, "--provider", "sdpa", "interrupted", "--save", str(path)]
+    arguments = ["flash", *TINY, "--seqlen", "8", "9", "--mode", "fwd", "--save", str(path)]
+    arguments += ["--provider", "sdpa", "interrupted"]
     assert main(arguments) == 130
-    assert "interrupted, nothing was saved" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert "interrupted; `--resume` goes on if rows were saved" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["r.jsonl.partial"]
+    assert main(arguments) == 2
+    assert "pass `--resume`" in capsys.readouterr().err
+    stop = False
+    calls.clear()
+    assert main([*arguments, "--resume"]) == 0
+    assert set(calls) == {9}
+    rows = read_results(path).rows
+    assert [(row.case.seqlen_q, row.provider) for row in rows] == [
+        *((8, "sdpa"), (8, "interrupted")),
+        *((9, "sdpa"), (9, "interrupted")),
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_row_carries_its_semantics_rates_and_predictions(saved: Path) -> None:
+    results = read_results(saved)
+    assert set(results.environment["ceilings"]) == {"matmul_tflops", "copy_gb_s"}
+    for row in results.rows:
+        assert row.semantics["alignment"] == "bottom-right"
+        assert row.median_ms is not None
+        assert row.predicted_mib is not None
+        assert row.roofline_share is not None
+        assert row.roofline_share > 0
+        assert row.tflops_unmasked == pytest.approx((row.tflops or 0) * 81 / 45)
+        assert min(row.samples_ms) <= row.median_ms <= max(row.samples_ms)
+
+
+def test_run_takes_its_grids_from_a_file(tmp_path: Path) -> None:
+    grid, path = tmp_path / "grid.toml", tmp_path / "r.jsonl"
+    grid.write_text(
+        'providers = ["sdpa", "layer-eager"]\n[[grid]]\npreset = "smoke"\nseqlens_q = [8]\n'
+        'num_kv_heads = [1]\nwindows = [3]\ncausal = [true]\nmodes = ["fwd"]\n'
+    )
+    run = [*CPU, "--milliseconds", "1", "--save", str(path)]
+    assert main(["run", str(grid), *run]) == 0
+    sdpa, layer = read_results(path).rows
+    assert (sdpa.state, layer.state) == ("ok", "unsupported")
+    assert (sdpa.case.num_kv_heads, sdpa.case.window) == (1, 3)
+
+
+@pytest.mark.slow
+def test_the_first_call_in_a_new_process_is_a_figure_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    arguments = ["flash", *TINY, "--mode", "fwd", "--provider", "sdpa", "--cold-start"]
+    assert main([*arguments, "--save", str(path)]) == 0
+    (row,) = read_results(path).rows
+    assert row.cold_call_ms is not None
+    assert 0 < row.cold_call_ms < 60_000
+    assert row.note == ""
 
 
 def test_table_prints_markdown(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

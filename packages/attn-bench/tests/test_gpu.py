@@ -71,7 +71,8 @@ def test_a_real_lack_of_memory_is_a_row_and_the_run_goes_on() -> None:
     providers = [Provider("too-large", "16 TiB", build), FLASH_PROVIDERS["sdpa-math"]]
     case = Case("fp32", 1, 2, 64, 64, 32, True, "fwd")
     large, right = Runner("suite", providers, GPU, Budget(seconds=0.01)).rows([case])
-    assert (large.state, right.state) == ("oom", "ok")
+    assert large.state == "oom"
+    assert right.state in ("ok", "unstable")
     assert "out of memory" in large.detail.lower()
     assert right.is_performance
 
@@ -85,7 +86,16 @@ def test_a_provider_of_the_gpu_is_right_and_timed(name: str, is_causal: bool) ->
     if reason is not None:
         pytest.skip(reason)
     (row,) = Runner("suite", [provider], GPU, Budget(seconds=0.01)).rows([case])
-    assert row.state == "ok", row.detail
+    assert row.state in ("ok", "unstable"), row.detail
     assert row.errors["dq"] <= row.bounds["dq"]
     assert row.median_ms is not None
     assert row.median_ms > 0
+
+
+def test_a_short_forward_has_the_time_of_a_graph_replay() -> None:
+    case = Case("bf16", 1, 2, 128, 128, 64, True, "fwd")
+    runner = Runner("suite", [FLASH_PROVIDERS["sdpa-flash"]], GPU, Budget(seconds=0.01))
+    (row,) = runner.rows([case])
+    assert row.median_ms is not None
+    assert row.graph_ms is not None, row.note
+    assert 0 < row.graph_ms < 2 * row.median_ms

@@ -19,8 +19,10 @@ def test_readme_shows_every_command() -> None:
         "quick",
         "flash",
         "layer",
+        "run",
         "list",
         "table",
+        "compare",
     }
 
 

@@ -95,3 +95,9 @@ def test_replaced_changes_only_what_lies_between_the_markers() -> None:
 def test_a_document_without_the_markers_is_refused(document: str) -> None:
     with pytest.raises(InputError, match="attn-bench:x"):
         replaced(document, "x", "new", Path("R.md"))
+
+
+def test_an_unstable_time_is_marked() -> None:
+    rows = (ROWS[0], replace(ROWS[1], state="unstable", detail="the rounds' medians differ"))
+    assert "| ~**200** |" in " ".join(markdown(Results(ENVIRONMENT, rows)).split())
+    assert "~fast" in terminal_table(rows, "slow")

@@ -3,21 +3,26 @@
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
+import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from attn_bench.case import PRESETS, Case, check_name
+from attn_bench.case import Case, check_name
+from attn_bench.compare import compare, comparison_table
 from attn_bench.environment import describe_environment, one_thread, pick_device, summarize
 from attn_bench.errors import InputError
 from attn_bench.files import appearing_whole
-from attn_bench.providers import pick_providers
+from attn_bench.grid import MODELS, PRESETS, grid_of_model, read_run_file
+from attn_bench.journal import journaling, rows_to_keep, split_done
+from attn_bench.providers import Provider, pick_providers
 from attn_bench.quick import quick
 from attn_bench.results import Row, read_results, saving
-from attn_bench.roofline import FLOP_CONVENTION
+from attn_bench.roofline import FLOP_CONVENTION, describe_ceilings, measure_ceilings
 from attn_bench.runner import Runner
-from attn_bench.suites import SUITES
+from attn_bench.suites import SUITES, Suite
 from attn_bench.tables import markdown, replaced, terminal_table
 from attn_bench.timing import Budget
 from tiny_llm.errors import TinyLLMError
@@ -26,28 +31,65 @@ from tiny_llm.errors import TinyLLMError
 def run_suite(arguments: Namespace) -> int:
     """Run ``flash`` or ``layer``; 1 if a provider is wrong or failed, else 0."""
     suite = SUITES[arguments.command]
+    return _run_on_device(suite, cases_of(arguments), arguments.provider, arguments)
+
+
+def run_file(arguments: Namespace) -> int:
+    """Run the suite and the grids of a TOML file."""
+    asked = read_run_file(arguments.file)
+    check_name(f"suite in {arguments.file}:", asked.suite, SUITES)
+    return _run_on_device(SUITES[asked.suite], asked.cases, asked.providers, arguments)
+
+
+def _run_on_device(
+    suite: Suite, cases: Sequence[Case], names: list[str] | None, arguments: Namespace
+) -> int:
     device = pick_device(arguments.device)
-    cases = cases_of(arguments)
-    providers = pick_providers(suite.providers, arguments.provider, device)
+    providers = pick_providers(suite.providers, names, device)
     if arguments.baseline is not None:
         check_name("baseline", arguments.baseline, [each.name for each in providers])
-    environment = describe_environment(device)
-    runner = Runner(suite.name, providers, device, Budget(seconds=arguments.milliseconds / 1e3))
-    rows: list[Row] = []
-    total = len(cases) * len(providers)
-    with saving(arguments.save, environment) as save, tqdm(total=total, unit="row") as progress:
-        print(f"{suite.name} on {summarize(environment)}\nFLOPs: {FLOP_CONVENTION}\n", flush=True)
-        for row in runner.rows(cases):
-            rows.append(row)
-            save(row)
-            progress.update()
+    with one_thread(device):
+        rows = _measure(suite, cases, providers, device, arguments)
     print(terminal_table(rows, arguments.baseline or suite.baseline(rows)))
     return exit_status(rows)
 
 
+def _measure(
+    suite: Suite,
+    cases: Sequence[Case],
+    providers: Sequence[Provider],
+    device: torch.device,
+    arguments: Namespace,
+) -> list[Row]:
+    """Measure what an interrupted run left, or everything, and return all rows."""
+    environment = describe_environment(device)
+    chosen = [each.name for each in providers]
+    earlier = rows_to_keep(arguments.save, environment, resume=arguments.resume, suite=suite.name)
+    kept, left = split_done(earlier, cases, chosen)
+    print(f"{suite.name} on {summarize(environment)}\nFLOPs: {FLOP_CONVENTION}", flush=True)
+    ceilings = measure_ceilings(device, [case.dtype for case in cases])
+    print(f"ceilings: {describe_ceilings(ceilings)}\n", flush=True)
+    environment["ceilings"] = asdict(ceilings)
+    with journaling(arguments.save, environment, kept) as rows:
+        runner = Runner(
+            suite.name,
+            providers,
+            device,
+            Budget(seconds=arguments.milliseconds / 1e3),
+            ceilings,
+            arguments.cold_start,
+        )
+        with tqdm(total=len(cases) * len(chosen), initial=len(kept), unit="row") as progress:
+            for row in runner.rows(left):
+                rows.append(row)
+                progress.update()
+    return rows
+
+
 def cases_of(arguments: Namespace) -> list[Case]:
     """Return the cases of the preset, with every axis replaced that was given."""
-    preset = PRESETS[arguments.preset]
+    model = arguments.shapes_of
+    preset = PRESETS[arguments.preset] if model is None else grid_of_model(model)
     axes = {
         "dtypes": arguments.dtype,
         "d_models": arguments.d_model,
@@ -58,6 +100,8 @@ def cases_of(arguments: Namespace) -> list[Case]:
         "batches": arguments.batch,
         "causal": arguments.causal and [each == "yes" for each in arguments.causal],
         "modes": arguments.mode,
+        "num_kv_heads": arguments.kv_heads,
+        "windows": arguments.window,
     }
     given: dict[str, Any] = {name: tuple(axis) for name, axis in axes.items() if axis is not None}
     if arguments.total_tokens is not None:
@@ -80,7 +124,7 @@ def list_providers(arguments: Namespace) -> int:
             for each in suite.providers.values()
         ]
         print(tabulate(lines, ["provider", "what it is", f"on {device}"]), end="\n\n")
-    print(f"presets: {', '.join(PRESETS)}")
+    print(f"presets: {', '.join(PRESETS)}\nmodels for --shapes-of: {', '.join(MODELS)}")
     return 0
 
 
@@ -95,6 +139,18 @@ def run_quick(arguments: Namespace) -> int:
             except TinyLLMError as error:  # for example a Python without its sources
                 raise InputError(str(error)) from error
     return 0 if agrees else 1
+
+
+def compare_files(arguments: Namespace) -> int:
+    """Compare two result files; 1 if anything of the second is worse."""
+    a, b = read_results(arguments.a), read_results(arguments.b)
+    print(f"A: {summarize(a.environment)}\nB: {summarize(b.environment)}\n")
+    differences = compare(a, b, arguments.threshold / 100)
+    shown = [each for each in differences if arguments.all or each.verdict != "same"]
+    print(comparison_table(shown) if shown else "every row is the same")
+    worse = sum(each.is_regression for each in differences)
+    print(f"\n{len(differences)} rows compared, {worse} worse by more than {arguments.threshold} %")
+    return int(worse > 0)
 
 
 def print_table(arguments: Namespace) -> int:
@@ -130,7 +186,9 @@ def _compare(document: str, updated: str, arguments: Namespace) -> int:
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "flash": run_suite,
     "layer": run_suite,
+    "run": run_file,
     "quick": run_quick,
     "list": list_providers,
     "table": print_table,
+    "compare": compare_files,
 }

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from attn_bench.case import Case
-from attn_bench.checks import Tensors
+from attn_bench.truth import Tensors
 from attn_bench.workload import Inputs, gradients
 
 # backwards of the Triton forward that run without a compiler
