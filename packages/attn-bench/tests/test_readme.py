@@ -23,6 +23,7 @@ def test_readme_shows_every_command() -> None:
         "list",
         "table",
         "compare",
+        "report",
     }
 
 

@@ -5,6 +5,7 @@
     attn-bench flash --preset paper       the kernel against torch's attentions
     attn-bench layer --preset smoke       tiny-llm's attention with and without torch.compile
     attn-bench list                       suites, providers, and why one is unavailable
+    attn-bench report FILE.jsonl          one HTML page, and plots
     attn-bench compare A.jsonl B.jsonl    what became slower
     attn-bench table FILE.jsonl           Markdown from a saved result
 
@@ -82,6 +83,10 @@ def build_parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="suites, providers, and why one is unavailable")
     _add_device(listing)
     _add_table(commands.add_parser("table", help="Markdown table of a saved result"))
+    page = commands.add_parser("report", help="one HTML page of a saved result, and plots")
+    page.add_argument("file", type=Path, metavar="FILE.jsonl")
+    page.add_argument("--into", type=Path, metavar="PAGE.html", help="default: FILE.html")
+    page.add_argument("--plots", type=Path, metavar="FOLDER", help="also write PNG and SVG there")
     _add_compare(commands.add_parser("compare", help="two result files; 1 if the second is slower"))
     return parser
 

@@ -17,8 +17,10 @@ from attn_bench.errors import InputError
 from attn_bench.files import appearing_whole
 from attn_bench.grid import MODELS, PRESETS, grid_of_model, read_run_file
 from attn_bench.journal import journaling, rows_to_keep, split_done
+from attn_bench.plots import save_plots
 from attn_bench.providers import Provider, pick_providers
 from attn_bench.quick import quick
+from attn_bench.report import report
 from attn_bench.results import Row, read_results, saving
 from attn_bench.roofline import FLOP_CONVENTION, describe_ceilings, measure_ceilings
 from attn_bench.runner import Runner
@@ -153,6 +155,21 @@ def compare_files(arguments: Namespace) -> int:
     return int(worse > 0)
 
 
+def save_report(arguments: Namespace) -> int:
+    """Write the HTML page of a result file and, on request, its plots."""
+    results = read_results(arguments.file)
+    page = report(results)
+    target = arguments.into or arguments.file.with_suffix(".html")
+    with appearing_whole(target) as file:
+        file.write(page)
+    plots = []
+    if arguments.plots is not None:
+        plots = save_plots(results, arguments.plots, arguments.file.stem)
+    for path in [target, *plots]:
+        print(path)
+    return 0
+
+
 def print_table(arguments: Namespace) -> int:
     """Print a result as Markdown, or put it into a document, or check that it is there."""
     if arguments.check and arguments.into is None:
@@ -191,4 +208,5 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "list": list_providers,
     "table": print_table,
     "compare": compare_files,
+    "report": save_report,
 }
