@@ -213,6 +213,21 @@ def test_a_row_carries_its_semantics_rates_and_predictions(saved: Path) -> None:
         assert min(row.samples_ms) <= row.median_ms <= max(row.samples_ms)
 
 
+def test_decode_reads_the_cache_with_one_query(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "decode.jsonl"
+    arguments = ["decode", *CPU, "--seqlen-k", "33", "--milliseconds", "1", "--save", str(path)]
+    assert main([*arguments, "--provider", "sdpa", "dense-eager"]) == 0
+    assert "GB/s" in capsys.readouterr().out
+    for row in read_results(path).rows:
+        assert (row.suite, row.state) == ("decode", "ok")
+        assert (row.case.seqlen_q, row.case.seqlen_k, row.case.kv_heads) == (1, 33, 2)
+        # q, o: 2 sequences of 4 heads; k, v: of 2 heads with 33 keys; 32 numbers of 4 bytes
+        bytes_moved = 2 * (2 * 4 + 2 * 2 * 33) * 32 * 4
+        assert row.gb_s == pytest.approx(bytes_moved / ((row.median_ms or 0) * 1e6))
+
+
 def test_run_takes_its_grids_from_a_file(tmp_path: Path) -> None:
     grid, path = tmp_path / "grid.toml", tmp_path / "r.jsonl"
     grid.write_text(

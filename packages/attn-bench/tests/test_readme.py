@@ -24,11 +24,14 @@ def test_readme_shows_every_command() -> None:
         "table",
         "compare",
         "report",
+        "decode",
+        "train-step",
+        "policy",
     }
 
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_the_readme_is_one_that_exists(line: str) -> None:
     arguments = build_parser().parse_args(shlex.split(line)[1:])
-    if arguments.command in ("flash", "layer"):
+    if arguments.command in ("flash", "layer", "decode"):
         assert cases_of(arguments)

@@ -4,6 +4,9 @@
     attn-bench quick                      train, check everything, time what this machine allows
     attn-bench flash --preset paper       the kernel against torch's attentions
     attn-bench layer --preset smoke       tiny-llm's attention with and without torch.compile
+    attn-bench decode                     one query per sequence over a cache
+    attn-bench train-step                 a training step by attention backend
+    attn-bench policy FILE.jsonl          the fastest backend per shape class
     attn-bench list                       suites, providers, and why one is unavailable
     attn-bench report FILE.jsonl          one HTML page, and plots
     attn-bench compare A.jsonl B.jsonl    what became slower
@@ -15,14 +18,14 @@ Exit status: 0 if everything agrees, 1 if something is wrong, 2 for bad input, 1
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from attn_bench import __version__
 from attn_bench.case import DTYPES, MODES
 from attn_bench.errors import InputError
-from attn_bench.grid import MODELS, PRESETS
+from attn_bench.grid import DECODE_PRESETS, MODELS, PRESETS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,16 +82,42 @@ def build_parser() -> argparse.ArgumentParser:
     from_file = commands.add_parser("run", help="the grids of a TOML file")
     from_file.add_argument("file", type=Path, metavar="FILE.toml")
     _add_run(from_file)
+    decode = commands.add_parser("decode", help="one query per sequence over a cache")
+    _add_suite(decode, DECODE_PRESETS)
+    _add_train_step(commands.add_parser("train-step", help="a training step by attention backend"))
     _add_quick(commands.add_parser("quick", help="the main job: train, check, time; minutes"))
     listing = commands.add_parser("list", help="suites, providers, and why one is unavailable")
     _add_device(listing)
     _add_table(commands.add_parser("table", help="Markdown table of a saved result"))
+    policy = commands.add_parser("policy", help="the fastest backend of tiny-llm per shape class")
+    policy.add_argument("file", type=Path, metavar="FILE.jsonl")
+    policy.add_argument("--into", type=Path, metavar="POLICY.json", help="default: print it")
     page = commands.add_parser("report", help="one HTML page of a saved result, and plots")
     page.add_argument("file", type=Path, metavar="FILE.jsonl")
     page.add_argument("--into", type=Path, metavar="PAGE.html", help="default: FILE.html")
     page.add_argument("--plots", type=Path, metavar="FOLDER", help="also write PNG and SVG there")
     _add_compare(commands.add_parser("compare", help="two result files; 1 if the second is slower"))
     return parser
+
+
+def _add_train_step(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument("--d-model", type=positive, default=256)
+    model.add_argument("--layers", type=positive, default=2)
+    model.add_argument("--heads", type=positive, default=4)
+    model.add_argument("--batch", type=positive, default=2)
+    model.add_argument("--seqlen", nargs="+", type=positive, default=[128, 256])
+    model.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, else fp32")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        metavar="NAME",
+        default=["eager", "sdpa", "flash"],
+        help="attention backends of tiny-llm; the first is what the others are predicted from",
+    )
+    parser.add_argument("--steps", type=positive, default=8, help="timed steps (default: 8)")
+    _add_device(parser)
+    _add_save(parser)
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
@@ -113,10 +142,10 @@ def _add_save(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="write the rows to a file")
 
 
-def _add_suite(parser: argparse.ArgumentParser) -> None:
+def _add_suite(parser: argparse.ArgumentParser, presets: Iterable[str] = PRESETS) -> None:
     """Add the axes of the grid, which override the preset's, and the options of the run."""
     axes = parser.add_argument_group("cases", "each of these replaces an axis of the preset")
-    axes.add_argument("--preset", choices=PRESETS, default="smoke", help="default: smoke")
+    axes.add_argument("--preset", choices=presets, default="smoke", help="default: smoke")
     axes.add_argument("--shapes-of", choices=MODELS, metavar="MODEL", help="in place of a preset")
     axes.add_argument("--dtype", nargs="+", choices=DTYPES)
     axes.add_argument("--d-model", nargs="+", type=positive, help="heads * head-dim")
@@ -160,7 +189,7 @@ def _add_quick(parser: argparse.ArgumentParser) -> None:
 
 def _add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--metric", default="tflops", help="tflops, ms or memory")
+    parser.add_argument("--metric", default="tflops", help="tflops, gb_s, ms or memory")
     parser.add_argument("--into", type=Path, metavar="README.md", help="replace the text there")
     parser.add_argument(
         "--name", help="of the markers <!-- attn-bench:NAME --> (default: FILE without .jsonl)"

@@ -1,5 +1,6 @@
 """What each command does once its arguments are parsed."""
 
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -15,9 +16,10 @@ from attn_bench.compare import compare, comparison_table
 from attn_bench.environment import describe_environment, one_thread, pick_device, summarize
 from attn_bench.errors import InputError
 from attn_bench.files import appearing_whole
-from attn_bench.grid import MODELS, PRESETS, grid_of_model, read_run_file
+from attn_bench.grid import MODELS, grid_of_model, read_run_file
 from attn_bench.journal import journaling, rows_to_keep, split_done
 from attn_bench.plots import save_plots
+from attn_bench.policy import policy_of
 from attn_bench.providers import Provider, pick_providers
 from attn_bench.quick import quick
 from attn_bench.report import report
@@ -27,6 +29,7 @@ from attn_bench.runner import Runner
 from attn_bench.suites import SUITES, Suite
 from attn_bench.tables import markdown, replaced, terminal_table
 from attn_bench.timing import Budget
+from attn_bench.train_step import StepShape, step_table, time_training
 from tiny_llm.errors import TinyLLMError
 
 
@@ -91,7 +94,8 @@ def _measure(
 def cases_of(arguments: Namespace) -> list[Case]:
     """Return the cases of the preset, with every axis replaced that was given."""
     model = arguments.shapes_of
-    preset = PRESETS[arguments.preset] if model is None else grid_of_model(model)
+    presets = SUITES[arguments.command].presets
+    preset = presets[arguments.preset] if model is None else grid_of_model(model)
     axes = {
         "dtypes": arguments.dtype,
         "d_models": arguments.d_model,
@@ -119,14 +123,20 @@ def exit_status(rows: Sequence[Row]) -> int:
 def list_providers(arguments: Namespace) -> int:
     """Print every suite with its providers, and the reason where one is unavailable."""
     device = pick_device(arguments.device)
+    shown: dict[int, Suite] = {}
     for suite in SUITES.values():
         print(f"attn-bench {suite.command}: {suite.summary}")
-        lines = [
-            [each.name, each.summary, each.why_unavailable(device) or "available"]
-            for each in suite.providers.values()
-        ]
-        print(tabulate(lines, ["provider", "what it is", f"on {device}"]), end="\n\n")
-    print(f"presets: {', '.join(PRESETS)}\nmodels for --shapes-of: {', '.join(MODELS)}")
+        same = shown.setdefault(id(suite.own_providers), suite)
+        if same is suite:
+            lines = [
+                [each.name, each.summary, each.why_unavailable(device) or "available"]
+                for each in suite.providers.values()
+            ]
+            print(tabulate(lines, ["provider", "what it is", f"on {device}"]))
+        else:
+            print(f"providers: those of {same.command}")
+        print(f"presets: {', '.join(suite.presets)}\n")
+    print(f"models for --shapes-of: {', '.join(MODELS)}")
     return 0
 
 
@@ -170,6 +180,44 @@ def save_report(arguments: Namespace) -> int:
     return 0
 
 
+def run_train_step(arguments: Namespace) -> int:
+    """Time training steps by attention backend; 1 if the losses differ."""
+    device = pick_device(arguments.device)
+    dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    shape = StepShape(
+        arguments.d_model,
+        arguments.layers,
+        arguments.heads,
+        arguments.batch,
+        arguments.steps,
+        dtype,
+    )
+    with one_thread(device):
+        environment = describe_environment(device)
+        print(f"train-step on {summarize(environment)}\n{shape}\n", flush=True)
+        with saving(arguments.save, environment) as save:
+            try:
+                found = time_training(shape, arguments.seqlen, arguments.backend, device)
+            except TinyLLMError as error:  # an unknown backend, or a width that has no heads
+                raise InputError(str(error)) from error
+            for each in found:
+                save(each.row)
+    print(step_table(found))
+    return int(any(each.row.state == "wrong" for each in found))
+
+
+def write_policy(arguments: Namespace) -> int:
+    """Write which backend of tiny-llm was fastest for each class of shapes."""
+    policy = policy_of(read_results(arguments.file))
+    text = json.dumps(policy, indent=2) + "\n"
+    if arguments.into is None:
+        print(text, end="")
+        return 0
+    with appearing_whole(arguments.into) as file:
+        file.write(text)
+    return 0
+
+
 def print_table(arguments: Namespace) -> int:
     """Print a result as Markdown, or put it into a document, or check that it is there."""
     if arguments.check and arguments.into is None:
@@ -203,6 +251,9 @@ def _compare(document: str, updated: str, arguments: Namespace) -> int:
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "flash": run_suite,
     "layer": run_suite,
+    "decode": run_suite,
+    "train-step": run_train_step,
+    "policy": write_policy,
     "run": run_file,
     "quick": run_quick,
     "list": list_providers,

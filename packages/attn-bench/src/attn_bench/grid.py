@@ -151,6 +151,33 @@ PRESETS = {
 }
 
 # what attention costs in a model does not depend on its weights, only on these
+# one query for each sequence of a batch, over the keys and values of a cache.  A mask would hide
+# nothing: the query is the last position.
+DECODE_PRESETS = {
+    "smoke": Grid(
+        dtypes=("fp32",),
+        seqlens_q=(1,),
+        seqlens_k=(64, 100),
+        num_heads=(4,),
+        num_kv_heads=(2,),
+        head_dims=(32,),
+        batches=(2,),
+        causal=(False,),
+        modes=("fwd",),
+    ),
+    "serving": Grid(
+        dtypes=("bf16",),
+        seqlens_q=(1,),
+        seqlens_k=(2048, 8192, 32768),
+        num_heads=(32,),
+        num_kv_heads=(8, 32),
+        head_dims=(128,),
+        batches=(1, 8, 64),
+        causal=(False,),
+        modes=("fwd",),
+    ),
+}
+
 # name: (heads of q, heads of k and v, head dim, context length in training, window)
 MODELS: dict[str, tuple[int, int, int, int, int | None]] = {
     "gpt2": (12, 12, 64, 1024, None),

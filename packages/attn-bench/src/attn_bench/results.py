@@ -18,7 +18,7 @@ TIMED_STATES = ("ok", "unstable")
 # what schema 2 added; a file of schema 1 lacks these and is read with their defaults
 NEW_ROW_FIELDS = {
     *("semantics", "predicted_mib", "tflops_unmasked", "gb_s", "roofline_share"),
-    *("graph_ms", "cold_call_ms", "samples_ms", "note"),
+    *("graph_ms", "cold_call_ms", "samples_ms", "note", "predicted_ms"),
 }
 NEW_CASE_FIELDS = {"num_kv_heads", "window"}
 
@@ -49,6 +49,7 @@ class Row:
         graph_ms: Milliseconds of a replay in a CUDA graph, with a warm L2, for short forwards.
         cold_call_ms: Milliseconds of the first call in a new process with empty compiler caches.
         samples_ms: Up to 40 of the timed runs, in the order they ran.
+        predicted_ms: Of a training step, what the attention's own times say that it should take.
         note: Anything else worth knowing, such as why there is no graph.
     """
 
@@ -77,6 +78,7 @@ class Row:
     cold_call_ms: float | None = None
     samples_ms: tuple[float, ...] = ()
     note: str = ""
+    predicted_ms: float | None = None
 
     def __post_init__(self) -> None:
         if self.state not in STATES:

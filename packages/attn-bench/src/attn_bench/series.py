@@ -30,6 +30,7 @@ def error_share(row: Row) -> float | None:
 
 METRICS = (
     Metric("tflops", "TFLOP/s", lambda row: row.tflops, is_log=False),
+    Metric("gb_s", "GB/s", lambda row: row.gb_s, is_log=False),
     Metric("ms", "median ms", lambda row: row.median_ms, is_log=True),
     Metric("memory", "peak MiB beyond the inputs", lambda row: row.peak_mib, is_log=True),
     Metric("error", "largest error / allowed error", error_share, is_log=False),

@@ -16,6 +16,7 @@ NOT_PERFORMANCE = "CPU: not a performance figure"
 Metric = tuple[str, Callable[[Row], float | None], str, Callable[[Iterable[float]], float]]
 METRICS: dict[str, Metric] = {
     "tflops": ("TFLOP/s", lambda row: row.tflops, ".0f", max),
+    "gb_s": ("GB/s", lambda row: row.gb_s, ".0f", max),
     "ms": ("median ms", lambda row: row.median_ms, ".3g", min),
     "memory": ("peak MiB beyond the inputs", lambda row: row.peak_mib, ".0f", min),
 }
@@ -29,7 +30,7 @@ def terminal_table(rows: Sequence[Row], baseline: str) -> str:
     references = {row.case: row.median_ms for row in rows if row.provider == baseline}
     body = [_cells(row, references.get(row.case), is_first) for row, is_first in _grouped(rows)]
     headers = [
-        *("case", "provider", "median ms", "p20-p80", "TFLOP/s"),
+        *("case", "provider", "median ms", "p20-p80", "TFLOP/s", "GB/s"),
         *("roofline", "peak MiB", "error (allowed)", f"x {baseline}", "first call s"),
     ]
     text = tabulate(body, headers, tablefmt="simple", disable_numparse=True, stralign="right")
@@ -58,7 +59,7 @@ def _cells(row: Row, reference_ms: float | None, is_first: bool) -> list[str]:
     mark = "~" if row.state == "unstable" else ""
     name = [str(row.case) if is_first else "", f"{mark}{row.provider}"]
     if row.median_ms is None:
-        return [*name, row.state, "", "", "", "", worst_error(row), "", ""]
+        return [*name, row.state, "", "", "", "", "", worst_error(row), "", ""]
     peak = row.peak_mib or 0.0
     ratio = f"{reference_ms / row.median_ms:.2f}" if reference_ms is not None else ""
     return [
@@ -66,6 +67,7 @@ def _cells(row: Row, reference_ms: float | None, is_first: bool) -> list[str]:
         f"{row.median_ms:.3f}",
         f"{row.p20_ms:.3f}-{row.p80_ms:.3f}",
         f"{row.tflops:.3g}",
+        "" if row.gb_s is None else f"{row.gb_s:.3g}",
         "" if row.roofline_share is None else f"{row.roofline_share:.0%}",
         f"{peak:.3g}" if peak < 1000 else f"{peak:.0f}",
         worst_error(row),

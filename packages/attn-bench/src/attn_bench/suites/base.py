@@ -1,8 +1,9 @@
 """What a suite is."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from attn_bench.grid import PRESETS, Grid
 from attn_bench.providers import Provider
 from attn_bench.providers.plugins import plugin_providers
 from attn_bench.results import Row
@@ -16,6 +17,7 @@ class Suite:
         command: Name on the command line.
         name: Name in result files.
         takes_plugins: Whether other packages may add providers.
+        presets: Grids by name.
         baselines: Providers that ratios may refer to; the first one that was timed is taken.
     """
 
@@ -25,6 +27,7 @@ class Suite:
     own_providers: dict[str, Provider]
     baselines: tuple[str, ...]
     takes_plugins: bool = False
+    presets: Mapping[str, Grid] = field(default_factory=lambda: PRESETS)
 
     @property
     def providers(self) -> dict[str, Provider]:

@@ -1,0 +1,188 @@
+"""``attn-bench train-step``: what an attention backend makes of a whole training step.
+
+The step of the first backend and the times of the attentions alone predict the step of every other
+one (Amdahl): what is not attention stays.  The difference is what the kernel's figures do not say.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from tabulate import tabulate
+from torch import Tensor
+from tqdm import tqdm
+
+from attn_bench.case import DTYPES, Case
+from attn_bench.results import Row
+from attn_bench.runner import STEADY
+from attn_bench.timing import Clock, summarize
+from attn_bench.training import LOSS_BOUND_PER_STEP
+from attn_bench.workload import Workload, make_inputs, make_workload
+from tiny_llm import attention
+from tiny_llm.config import ModelConfig, TrainingConfig
+from tiny_llm.optimizer import build_optimizer
+from tiny_llm.training import next_token_loss, update
+from tiny_llm.transformer import Transformer
+
+SUITE = "train_step"
+WARM_UP = 2
+# nats that a loss may differ where weights and activations are rounded to 8 or 11 bits
+HALF_LOSS_BOUND = 0.02
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The model that is trained, on random tokens, and for how many timed steps."""
+
+    d_model: int
+    num_layers: int
+    num_heads: int
+    batch_size: int
+    steps: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return (
+            f"model: {self.num_layers} layers, d_model {self.d_model}, {self.num_heads} heads, "
+            f"batch {self.batch_size}, {self.dtype}; {self.steps} steps after {WARM_UP} to warm up"
+        )
+
+    def config(self, seqlen: int, backend: str) -> ModelConfig:
+        """Return the model's configuration."""
+        return ModelConfig(
+            d_model=self.d_model,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            d_ff=3 * self.d_model,
+            max_seq_len=seqlen,
+            attention=backend,
+        )
+
+    def case(self, seqlen: int) -> Case:
+        """Return the attention of one layer."""
+        head_dim = self.d_model // self.num_heads
+        return Case(
+            *(self.dtype, self.batch_size, self.num_heads, seqlen, seqlen, head_dim),
+            is_causal=True,
+            mode="fwd+bwd",
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One backend at one length: its row, the attentions' share, and the losses."""
+
+    row: Row
+    attention_ms: float
+    losses: tuple[float, ...]
+    loss_difference: float = 0.0
+
+
+def time_training(
+    shape: StepShape, seqlens: Sequence[int], backends: Sequence[str], device: torch.device
+) -> list[Step]:
+    """Time every backend at every length; the first one is what the others are predicted from."""
+    clock = Clock(device)
+    found: list[Step] = []
+    with tqdm(total=len(seqlens) * len(backends), unit="model") as progress:
+        for seqlen in seqlens:
+            steps: list[Step] = []
+            for backend in dict.fromkeys(backends):
+                steps.append(_time_backend(shape, seqlen, backend, clock, device))
+                progress.update()
+            found += [predicted(step, steps[0], shape) for step in steps]
+    return found
+
+
+def predicted(step: Step, first: Step, shape: StepShape) -> Step:
+    """Return the step with its prediction, and ``wrong`` if its losses are not the first one's."""
+    first_ms = first.row.median_ms or 0.0
+    rest = first_ms - shape.num_layers * first.attention_ms
+    expected = rest + shape.num_layers * step.attention_ms
+    differences = [abs(a - b) for a, b in zip(step.losses, first.losses, strict=True)]
+    difference = max(each if each == each else float("inf") for each in differences)
+    bound = LOSS_BOUND_PER_STEP * len(step.losses) if shape.dtype == "fp32" else HALF_LOSS_BOUND
+    row = replace(step.row, predicted_ms=expected)
+    if difference > bound:
+        detail = (
+            f"losses differ from {first.row.provider}'s by {difference:.1e}, allowed {bound:.0e}"
+        )
+        row = row.failed("wrong", detail)
+    return replace(step, row=row, loss_difference=difference)
+
+
+def _time_backend(
+    shape: StepShape, seqlen: int, backend: str, clock: Clock, device: torch.device
+) -> Step:
+    case = shape.case(seqlen)
+    attention_ms = _attention_ms(case, backend, clock, device)
+    torch.manual_seed(0)
+    config = shape.config(seqlen, backend)
+    model = Transformer(config).to(device=device, dtype=getattr(torch, DTYPES[shape.dtype]))
+    model.train()
+    settings = TrainingConfig(batch_size=shape.batch_size, seq_len=seqlen, steps=shape.steps)
+    optimizer = build_optimizer(model, settings)
+    generator = torch.Generator().manual_seed(1)
+    size = (shape.batch_size, seqlen + 1)
+    losses: list[Tensor] = []
+
+    def step(tokens: Tensor | None) -> None:
+        if tokens is None:
+            raise TypeError("a step needs its tokens")
+        loss = next_token_loss(model, tokens[:, :-1], tokens[:, 1:])
+        losses.append(loss.detach())
+        update(model, optimizer, loss, settings.grad_clip)
+
+    def draw() -> Tensor:
+        return torch.randint(config.vocab_size, size, generator=generator).to(device)
+
+    workload = Workload(draw, step)
+    times = [clock.milliseconds(workload) for _ in range(WARM_UP + max(shape.steps, 2))][WARM_UP:]
+    timing = summarize(times)
+    is_cuda = device.type == "cuda"
+    row = Row(
+        SUITE,
+        backend,
+        case,
+        "unstable" if is_cuda and timing.drift > STEADY else "ok",
+        median_ms=timing.median_ms,
+        p20_ms=timing.p20_ms,
+        p80_ms=timing.p80_ms,
+        repetitions=timing.repetitions,
+        samples_ms=timing.samples,
+        is_performance=is_cuda,
+        semantics={"what": "training step", "layers": shape.num_layers, "d_model": shape.d_model},
+    )
+    return Step(row, attention_ms, tuple(each.item() for each in losses))
+
+
+def _attention_ms(case: Case, backend: str, clock: Clock, device: torch.device) -> float:
+    """Return the median time of one layer's attention alone, forward and backward."""
+    function = attention.get(backend)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return function(q, k, v, is_causal=True)
+
+    workload = make_workload(case.mode, attend, make_inputs(case, device))
+    return statistics.median([clock.milliseconds(workload) for _ in range(9)][2:])
+
+
+def step_table(steps: Sequence[Step]) -> str:
+    """Return a line per length and backend: measured, predicted, the difference, and the losses."""
+    body = []
+    for each in steps:
+        row, measured = each.row, each.row.median_ms
+        expected = row.predicted_ms or 0.0
+        times = ["", "", ""]
+        if measured is not None:
+            share = measured / expected - 1 if expected > 0 else float("nan")
+            times = [f"{measured:.2f}", f"{expected:.2f}", f"{share:+.1%}"]
+        loss = f"{each.loss_difference:.1e}"
+        cells = [str(row.case.seqlen_q), row.provider, *times, f"{each.attention_ms:.3f}", loss]
+        body.append([*cells, row.detail or row.state])
+    headers = [
+        *("n", "attention", "step ms", "predicted ms", "difference"),
+        *("attention ms per layer", "loss difference", "verdict"),
+    ]
+    return tabulate(body, headers, disable_numparse=True)
