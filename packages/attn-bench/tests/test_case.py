@@ -5,7 +5,8 @@ import pytest
 
 from attn_bench.case import Case
 from attn_bench.errors import InputError
-from attn_bench.grid import PRESETS, Grid, grid_of_model, read_run_file
+from attn_bench.grid import PRESETS, Grid, grid_of_model
+from attn_bench.run_file import read_run_file
 
 
 def test_paper_preset_keeps_tokens_and_width() -> None:

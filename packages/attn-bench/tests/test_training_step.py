@@ -75,6 +75,22 @@ def test_train_step_fails_on_a_backend_that_forgets_the_mask(
     assert "unknown attention 'forgets'" in capsys.readouterr().err
 
 
+def test_a_backend_that_raises_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
+    def raises(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        raise RuntimeError("illegal memory access")
+
+    path = tmp_path / "steps.jsonl"
+    attention.register("raises", raises)
+    try:
+        run = ["--backend", "eager", "raises", "sdpa", "--steps", "2", "--device", "cpu"]
+        assert main(["train-step", *SMALL, *run, "--save", str(path)]) == 1
+    finally:
+        attention.unregister("raises")
+    rows = read_results(path).rows
+    assert [row.state for row in rows] == ["ok", "error", "ok"]
+    assert rows[1].detail == "RuntimeError: illegal memory access"
+
+
 def timed(provider: str, mode: str, n: int, milliseconds: float) -> Row:
     case = Case("bf16", 1, 16, n, n, 64, True, mode)
     return Row("flash_attention", provider, case, "ok", median_ms=milliseconds)

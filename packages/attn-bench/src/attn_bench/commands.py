@@ -1,7 +1,5 @@
 """What each command does once its arguments are parsed."""
 
-import json
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -11,23 +9,20 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
+from attn_bench import file_commands
 from attn_bench.case import Case, check_name
-from attn_bench.compare import compare, comparison_table
 from attn_bench.environment import describe_environment, one_thread, pick_device, summarize
 from attn_bench.errors import InputError
-from attn_bench.files import appearing_whole
-from attn_bench.grid import MODELS, grid_of_model, read_run_file
+from attn_bench.grid import MODELS, grid_of_model
 from attn_bench.journal import journaling, rows_to_keep, split_done
-from attn_bench.plots import save_plots
-from attn_bench.policy import policy_of
 from attn_bench.providers import Provider, pick_providers
 from attn_bench.quick import quick
-from attn_bench.report import report
-from attn_bench.results import Row, read_results, saving
+from attn_bench.results import Row, saving
 from attn_bench.roofline import FLOP_CONVENTION, describe_ceilings, measure_ceilings
+from attn_bench.run_file import read_run_file
 from attn_bench.runner import Runner
 from attn_bench.suites import SUITES, Suite
-from attn_bench.tables import markdown, replaced, terminal_table
+from attn_bench.tables import terminal_table
 from attn_bench.timing import Budget
 from attn_bench.train_step import StepShape, step_table, time_training
 from tiny_llm.errors import TinyLLMError
@@ -153,33 +148,6 @@ def run_quick(arguments: Namespace) -> int:
     return 0 if agrees else 1
 
 
-def compare_files(arguments: Namespace) -> int:
-    """Compare two result files; 1 if anything of the second is worse."""
-    a, b = read_results(arguments.a), read_results(arguments.b)
-    print(f"A: {summarize(a.environment)}\nB: {summarize(b.environment)}\n")
-    differences = compare(a, b, arguments.threshold / 100)
-    shown = [each for each in differences if arguments.all or each.verdict != "same"]
-    print(comparison_table(shown) if shown else "every row is the same")
-    worse = sum(each.is_regression for each in differences)
-    print(f"\n{len(differences)} rows compared, {worse} worse by more than {arguments.threshold} %")
-    return int(worse > 0)
-
-
-def save_report(arguments: Namespace) -> int:
-    """Write the HTML page of a result file and, on request, its plots."""
-    results = read_results(arguments.file)
-    page = report(results)
-    target = arguments.into or arguments.file.with_suffix(".html")
-    with appearing_whole(target) as file:
-        file.write(page)
-    plots = []
-    if arguments.plots is not None:
-        plots = save_plots(results, arguments.plots, arguments.file.stem)
-    for path in [target, *plots]:
-        print(path)
-    return 0
-
-
 def run_train_step(arguments: Namespace) -> int:
     """Time training steps by attention backend; 1 if the losses differ."""
     device = pick_device(arguments.device)
@@ -203,49 +171,7 @@ def run_train_step(arguments: Namespace) -> int:
             for each in found:
                 save(each.row)
     print(step_table(found))
-    return int(any(each.row.state == "wrong" for each in found))
-
-
-def write_policy(arguments: Namespace) -> int:
-    """Write which backend of tiny-llm was fastest for each class of shapes."""
-    policy = policy_of(read_results(arguments.file))
-    text = json.dumps(policy, indent=2) + "\n"
-    if arguments.into is None:
-        print(text, end="")
-        return 0
-    with appearing_whole(arguments.into) as file:
-        file.write(text)
-    return 0
-
-
-def print_table(arguments: Namespace) -> int:
-    """Print a result as Markdown, or put it into a document, or check that it is there."""
-    if arguments.check and arguments.into is None:
-        raise InputError("`--check` needs `--into`: the document to compare with.")
-    table = markdown(read_results(arguments.file), arguments.metric)
-    if arguments.into is None:
-        print(table, end="")
-        return 0
-    try:
-        document = arguments.into.read_text(encoding="utf-8")
-    except OSError as error:
-        msg = f"cannot read {arguments.into}: {error.strerror or error}."
-        raise InputError(msg) from error
-    name = arguments.name or arguments.file.stem
-    updated = replaced(document, name, table, arguments.into)
-    if arguments.check:
-        return _compare(document, updated, arguments)
-    with appearing_whole(arguments.into) as file:
-        file.write(updated)
-    return 0
-
-
-def _compare(document: str, updated: str, arguments: Namespace) -> int:
-    if document == updated:
-        return 0
-    command = f"attn-bench table {arguments.file} --into {arguments.into}"
-    print(f"{arguments.into} does not show {arguments.file}: run `{command}`", file=sys.stderr)
-    return 1
+    return exit_status([each.row for each in found])
 
 
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
@@ -253,11 +179,11 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "layer": run_suite,
     "decode": run_suite,
     "train-step": run_train_step,
-    "policy": write_policy,
+    "policy": file_commands.write_policy,
     "run": run_file,
     "quick": run_quick,
     "list": list_providers,
-    "table": print_table,
-    "compare": compare_files,
-    "report": save_report,
+    "table": file_commands.print_table,
+    "compare": file_commands.compare_files,
+    "report": file_commands.save_report,
 }

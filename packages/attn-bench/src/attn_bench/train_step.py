@@ -4,7 +4,6 @@ The step of the first backend and the times of the attentions alone predict the 
 one (Amdahl): what is not attention stays.  The difference is what the kernel's figures do not say.
 """
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,9 +13,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attn_bench.case import DTYPES, Case
+from attn_bench.failures import failure_state, one_line
 from attn_bench.results import Row
 from attn_bench.runner import STEADY
-from attn_bench.timing import Clock, summarize
+from attn_bench.timing import ROUNDS, Budget, Clock, Timing, time_interleaved
 from attn_bench.training import LOSS_BOUND_PER_STEP
 from attn_bench.workload import Workload, make_inputs, make_workload
 from tiny_llm import attention
@@ -26,7 +26,6 @@ from tiny_llm.training import next_token_loss, update
 from tiny_llm.transformer import Transformer
 
 SUITE = "train_step"
-WARM_UP = 2
 # nats that a loss may differ where weights and activations are rounded to 8 or 11 bits
 HALF_LOSS_BOUND = 0.02
 
@@ -45,7 +44,7 @@ class StepShape:
     def __str__(self) -> str:
         return (
             f"model: {self.num_layers} layers, d_model {self.d_model}, {self.num_heads} heads, "
-            f"batch {self.batch_size}, {self.dtype}; {self.steps} steps after {WARM_UP} to warm up"
+            f"batch {self.batch_size}, {self.dtype}; {self.steps} timed steps"
         )
 
     def config(self, seqlen: int, backend: str) -> ModelConfig:
@@ -85,20 +84,19 @@ def time_training(
     """Time every backend at every length; the first one is what the others are predicted from."""
     clock = Clock(device)
     found: list[Step] = []
-    with tqdm(total=len(seqlens) * len(backends), unit="model") as progress:
+    with tqdm(total=len(seqlens), unit="length") as progress:
         for seqlen in seqlens:
-            steps: list[Step] = []
-            for backend in dict.fromkeys(backends):
-                steps.append(_time_backend(shape, seqlen, backend, clock, device))
-                progress.update()
+            steps = _time_length(shape, seqlen, list(dict.fromkeys(backends)), clock, device)
             found += [predicted(step, steps[0], shape) for step in steps]
+            progress.update()
     return found
 
 
 def predicted(step: Step, first: Step, shape: StepShape) -> Step:
     """Return the step with its prediction, and ``wrong`` if its losses are not the first one's."""
-    first_ms = first.row.median_ms or 0.0
-    rest = first_ms - shape.num_layers * first.attention_ms
+    if first.row.median_ms is None or step.row.median_ms is None:
+        return step
+    rest = first.row.median_ms - shape.num_layers * first.attention_ms
     expected = rest + shape.num_layers * step.attention_ms
     differences = [abs(a - b) for a, b in zip(step.losses, first.losses, strict=True)]
     difference = max(each if each == each else float("inf") for each in differences)
@@ -112,11 +110,63 @@ def predicted(step: Step, first: Step, shape: StepShape) -> Step:
     return replace(step, row=row, loss_difference=difference)
 
 
-def _time_backend(
-    shape: StepShape, seqlen: int, backend: str, clock: Clock, device: torch.device
-) -> Step:
-    case = shape.case(seqlen)
-    attention_ms = _attention_ms(case, backend, clock, device)
+@dataclass(frozen=True)
+class _Trained:
+    """A model of one backend: what a step and its attention alone do, and the losses so far."""
+
+    step: Workload
+    attention: Workload
+    losses: list[Tensor]
+
+
+def _time_length(
+    shape: StepShape, seqlen: int, backends: Sequence[str], clock: Clock, device: torch.device
+) -> list[Step]:
+    """Time all backends at one length, interleaved, so that a drift of the clock hits all alike."""
+    failures: dict[str, Exception] = {}
+    models = {name: _prepare(shape, seqlen, name, device) for name in backends}
+    count = max(shape.steps, ROUNDS)
+    attentions = time_interleaved(
+        {name: each.attention for name, each in models.items()},
+        clock,
+        Budget(seconds=0.0, least=count, most=count),
+        failures.__setitem__,
+    )
+    timings = time_interleaved(
+        {name: models[name].step for name in attentions},
+        clock,
+        Budget(seconds=0.0, least=count, most=count),
+        failures.__setitem__,
+    )
+    semantics = {"what": "training step", "layers": shape.num_layers, "d_model": shape.d_model}
+    steps = []
+    for name, each in models.items():
+        is_cuda = device.type == "cuda"
+        row = Row(SUITE, name, shape.case(seqlen), "ok", is_performance=is_cuda)
+        row = replace(row, semantics=semantics)
+        if name in failures:
+            error = failures[name]
+            steps.append(Step(row.failed(failure_state(error), one_line(error)), 0.0, ()))
+            continue
+        losses = tuple(loss.item() for loss in each.losses)
+        steps.append(Step(with_times(row, timings[name]), attentions[name].median_ms, losses))
+    return steps
+
+
+def with_times(row: Row, timing: Timing) -> Row:
+    """Return the row with its times."""
+    return replace(
+        row,
+        state="unstable" if row.is_performance and timing.drift > STEADY else "ok",
+        median_ms=timing.median_ms,
+        p20_ms=timing.p20_ms,
+        p80_ms=timing.p80_ms,
+        repetitions=timing.repetitions,
+        samples_ms=timing.samples,
+    )
+
+
+def _prepare(shape: StepShape, seqlen: int, backend: str, device: torch.device) -> _Trained:
     torch.manual_seed(0)
     config = shape.config(seqlen, backend)
     model = Transformer(config).to(device=device, dtype=getattr(torch, DTYPES[shape.dtype]))
@@ -137,35 +187,13 @@ def _time_backend(
     def draw() -> Tensor:
         return torch.randint(config.vocab_size, size, generator=generator).to(device)
 
-    workload = Workload(draw, step)
-    times = [clock.milliseconds(workload) for _ in range(WARM_UP + max(shape.steps, 2))][WARM_UP:]
-    timing = summarize(times)
-    is_cuda = device.type == "cuda"
-    row = Row(
-        SUITE,
-        backend,
-        case,
-        "unstable" if is_cuda and timing.drift > STEADY else "ok",
-        median_ms=timing.median_ms,
-        p20_ms=timing.p20_ms,
-        p80_ms=timing.p80_ms,
-        repetitions=timing.repetitions,
-        samples_ms=timing.samples,
-        is_performance=is_cuda,
-        semantics={"what": "training step", "layers": shape.num_layers, "d_model": shape.d_model},
-    )
-    return Step(row, attention_ms, tuple(each.item() for each in losses))
-
-
-def _attention_ms(case: Case, backend: str, clock: Clock, device: torch.device) -> float:
-    """Return the median time of one layer's attention alone, forward and backward."""
-    function = attention.get(backend)
+    case, function = shape.case(seqlen), attention.get(backend)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return function(q, k, v, is_causal=True)
 
-    workload = make_workload(case.mode, attend, make_inputs(case, device))
-    return statistics.median([clock.milliseconds(workload) for _ in range(9)][2:])
+    alone = make_workload(case.mode, attend, make_inputs(case, device))
+    return _Trained(Workload(draw, step), alone, losses)
 
 
 def step_table(steps: Sequence[Step]) -> str:
