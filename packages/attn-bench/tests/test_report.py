@@ -96,6 +96,7 @@ def test_a_cpu_report_says_that_it_is_no_performance_figure() -> None:
 
 
 def test_report_and_plots_are_written(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     folder = saved.parent / "plots"
     assert main(["report", str(saved), "--plots", str(folder)]) == 0
     names = {
@@ -112,6 +113,7 @@ def test_report_and_plots_are_written(saved: Path, capsys: pytest.CaptureFixture
 
 
 def test_no_curve_is_cut_off_by_its_plot() -> None:
+    pytest.importorskip("matplotlib")
     (tflops,) = (metric for metric in METRICS if metric.name == "tflops")
     figure = draw(panels(RESULTS.rows), tflops, HERE)
     for ax in figure.axes:

@@ -192,6 +192,7 @@ def _add_quick(parser: argparse.ArgumentParser) -> None:
 def _add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--metric", default="tflops", help="tflops, gb_s, ms or memory")
+    parser.add_argument("--csv", action="store_true", help="print every row as CSV instead")
     parser.add_argument("--into", type=Path, metavar="README.md", help="replace the text there")
     parser.add_argument(
         "--name", help="of the markers <!-- attn-bench:NAME --> (default: FILE without .jsonl)"

@@ -12,7 +12,7 @@ from attn_bench.plots import save_plots
 from attn_bench.policy import policy_of
 from attn_bench.report import report
 from attn_bench.results import read_results
-from attn_bench.tables import markdown, replaced
+from attn_bench.tables import as_csv, markdown, replaced
 
 
 def compare_files(arguments: Namespace) -> int:
@@ -58,6 +58,11 @@ def print_table(arguments: Namespace) -> int:
     """Print a result as Markdown, or put it into a document, or check that it is there."""
     if arguments.check and arguments.into is None:
         raise InputError("`--check` needs `--into`: the document to compare with.")
+    if arguments.csv:
+        if arguments.into is not None:
+            raise InputError("`--csv` prints; it does not go into a document.")
+        print(as_csv(read_results(arguments.file)), end="")
+        return 0
     table = markdown(read_results(arguments.file), arguments.metric)
     if arguments.into is None:
         print(table, end="")

@@ -1,11 +1,13 @@
 """Rows as text: a table for the terminal, and a Markdown table for a README."""
 
+import csv
+import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
 
-from attn_bench.case import Case, check_name, heads, lengths, mask_name
+from attn_bench.case import CASE_FIELDS, Case, check_name, heads, lengths, mask_name
 from attn_bench.environment import summarize
 from attn_bench.errors import InputError
 from attn_bench.results import Results, Row
@@ -105,6 +107,26 @@ def markdown(results: Results, metric: str = "tflops") -> str:
         rows = [row for row in all_rows if row.case.mode == mode]
         sections.append(f"`{mode}`, {heading}:\n\n{_pivot(rows, metric)}")
     return "\n\n".join(sections) + "\n"
+
+
+def as_csv(results: Results) -> str:
+    """Return every row as comma-separated values: case, state, figures, errors and the device."""
+    columns = [
+        *("suite", "provider", *CASE_FIELDS, "state", "detail"),
+        *("median_ms", "p20_ms", "p80_ms", "tflops", "tflops_unmasked", "gb_s", "roofline_share"),
+        *("peak_mib", "predicted_mib", "graph_ms", "first_call_ms", "cold_call_ms"),
+        *("repetitions", "is_performance"),
+        *(f"{kind}_{name}" for name in ("o", "dq", "dk", "dv") for kind in ("error", "allowed")),
+        *("device", "torch", "commit"),
+    ]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in results.rows:
+        errors = {f"error_{name}": value for name, value in row.errors.items()}
+        bounds = {f"allowed_{name}": value for name, value in row.bounds.items()}
+        writer.writerow({**results.environment, **vars(row), **vars(row.case), **errors, **bounds})
+    return text.getvalue()
 
 
 def _pivot(rows: Sequence[Row], metric: str) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from tabulate import tabulate
 from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from attn_bench.case import DTYPES, Case
@@ -22,7 +24,6 @@ from attn_bench.workload import Workload, make_inputs, make_workload
 from tiny_llm import attention
 from tiny_llm.config import ModelConfig, TrainingConfig
 from tiny_llm.optimizer import build_optimizer
-from tiny_llm.training import next_token_loss, update
 from tiny_llm.transformer import Transformer
 
 SUITE = "train_step"
@@ -180,9 +181,13 @@ def _prepare(shape: StepShape, seqlen: int, backend: str, device: torch.device) 
     def step(tokens: Tensor | None) -> None:
         if tokens is None:
             raise TypeError("a step needs its tokens")
-        loss = next_token_loss(model, tokens[:, :-1], tokens[:, 1:])
+        logits = model(tokens[:, :-1])
+        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         losses.append(loss.detach())
-        update(model, optimizer, loss, settings.grad_clip)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip_grad_norm_(model.parameters(), settings.grad_clip)
+        optimizer.step()
 
     def draw() -> Tensor:
         return torch.randint(config.vocab_size, size, generator=generator).to(device)
