@@ -228,6 +228,15 @@ def test_decode_reads_the_cache_with_one_query(
         assert row.gb_s == pytest.approx(bytes_moved / ((row.median_ms or 0) * 1e6))
 
 
+def test_env_prints_what_goes_with_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", *CPU]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    printed = dict(line.split(maxsplit=1) for line in lines)
+    assert printed["torch"] == torch.__version__
+    assert printed["device_type"] == "cpu"
+    assert printed["ceilings"].startswith("matmul fp32 ")
+
+
 def test_run_takes_its_grids_from_a_file(tmp_path: Path) -> None:
     grid, path = tmp_path / "grid.toml", tmp_path / "r.jsonl"
     grid.write_text(

@@ -27,6 +27,7 @@ def test_readme_shows_every_command() -> None:
         "decode",
         "train-step",
         "policy",
+        "env",
     }
 
 

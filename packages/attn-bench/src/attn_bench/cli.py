@@ -10,6 +10,7 @@
     attn-bench list                       suites, providers, and why one is unavailable
     attn-bench report FILE.jsonl          one HTML page, and plots
     attn-bench compare A.jsonl B.jsonl    what became slower
+    attn-bench env                        the machine, as it goes with every result
     attn-bench table FILE.jsonl           Markdown from a saved result
 
 Exit status: 0 if everything agrees, 1 if something is wrong, 2 for bad input, 130 if interrupted.
@@ -52,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"attn-bench {arguments.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        save = getattr(arguments, "save", None)
-        hint = "" if save is None else "; `--resume` goes on if rows were saved"
+        can_resume = "resume" in arguments and arguments.save is not None
+        hint = "; `--resume` goes on if rows were saved" if can_resume else ", nothing was saved"
         print(f"attn-bench {arguments.command}: interrupted{hint}", file=sys.stderr)
         return 130
 
@@ -89,6 +90,7 @@ def build_parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="suites, providers, and why one is unavailable")
     _add_device(listing)
     _add_table(commands.add_parser("table", help="Markdown table of a saved result"))
+    _add_device(commands.add_parser("env", help="the machine, as it goes with every result"))
     policy = commands.add_parser("policy", help="the fastest backend of tiny-llm per shape class")
     policy.add_argument("file", type=Path, metavar="FILE.jsonl")
     policy.add_argument("--into", type=Path, metavar="POLICY.json", help="default: print it")

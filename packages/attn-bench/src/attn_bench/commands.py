@@ -10,7 +10,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from attn_bench import file_commands
-from attn_bench.case import Case, check_name
+from attn_bench.case import DTYPES, Case, check_name
 from attn_bench.environment import describe_environment, one_thread, pick_device, summarize
 from attn_bench.errors import InputError
 from attn_bench.grid import MODELS, grid_of_model
@@ -135,6 +135,17 @@ def list_providers(arguments: Namespace) -> int:
     return 0
 
 
+def print_environment(arguments: Namespace) -> int:
+    """Print what goes with every result, and this device's measured ceilings."""
+    device = pick_device(arguments.device)
+    with one_thread(device):
+        environment = describe_environment(device)
+        ceilings = measure_ceilings(device, DTYPES if device.type == "cuda" else ("fp32",))
+    lines = [*environment.items(), ("ceilings", describe_ceilings(ceilings))]
+    print(tabulate(lines, tablefmt="plain", disable_numparse=True, missingval="-"))
+    return 0
+
+
 def run_quick(arguments: Namespace) -> int:
     """Run the main job."""
     device = pick_device(arguments.device)
@@ -182,6 +193,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "policy": file_commands.write_policy,
     "run": run_file,
     "quick": run_quick,
+    "env": print_environment,
     "list": list_providers,
     "table": file_commands.print_table,
     "compare": file_commands.compare_files,
