@@ -1,9 +1,12 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from attn_bench.case import PRESETS, Case, Grid
+from attn_bench.case import Case
 from attn_bench.errors import InputError
+from attn_bench.grid import PRESETS, Grid, grid_of_model
+from attn_bench.run_file import read_run_file
 
 
 def test_paper_preset_keeps_tokens_and_width() -> None:
@@ -70,3 +73,71 @@ def test_contradicting_axes_are_refused(axes: dict[str, object], message: str) -
 def test_a_size_of_zero_is_refused() -> None:
     with pytest.raises(InputError, match="`seqlen_k` must be at least 1, got 0"):
         Case("fp32", 1, 1, 4, 0, 8, False, "fwd")
+
+
+def test_heads_of_k_and_v_divide_those_of_q() -> None:
+    with pytest.raises(InputError, match="`num_heads` 6 is not a multiple of num_kv_heads 4"):
+        Case("fp32", 1, 6, 4, 4, 8, False, "fwd", num_kv_heads=4)
+    case = Case("bf16", 1, 32, 4, 4, 8, True, "fwd", num_kv_heads=8, window=2)
+    assert case.kv_heads == 8
+    assert str(case) == "bf16 b=1 h=32/8 n=4 d=8 causal w=2 fwd"
+
+
+def test_as_many_heads_of_k_and_v_as_of_q_is_the_plain_case() -> None:
+    grid = Grid(("fp32",), (8,), num_heads=(4,), head_dims=(8,), batches=(1,))
+    assert replace(grid, num_kv_heads=(4,)).cases() == grid.cases()
+
+
+def test_course_preset_reaches_65536_in_both_dtypes() -> None:
+    cases = PRESETS["course"].cases()
+    assert {case.seqlen_q for case in cases} == {2**power for power in range(7, 17)}
+    assert {case.dtype for case in cases} == {"bf16", "fp32"}
+    assert {(case.batch, case.is_causal) for case in cases} == {(1, True)}
+
+
+def test_the_shapes_of_a_model_have_its_heads_and_window() -> None:
+    cases = grid_of_model("mistral-7b").cases()
+    assert {(case.num_heads, case.kv_heads, case.head_dim, case.window) for case in cases} == {
+        (32, 8, 128, 4096)
+    }
+    assert {case.kv_heads for case in grid_of_model("gpt2").cases()} == {12}
+    with pytest.raises(InputError, match="unknown model 'gpt5'; choose from 'gpt2'"):
+        grid_of_model("gpt5")
+
+
+def test_a_run_file_holds_grids_of_its_own_and_of_presets(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'providers = ["sdpa"]\n[[grid]]\npreset = "smoke"\nseqlens_q = [16]\nmodes = ["fwd"]\n'
+        '[[grid]]\ndtypes = ["bf16"]\nseqlens_q = [8]\nnum_heads = [4]\nnum_kv_heads = [2]\n'
+        'head_dims = [8]\nbatches = [1]\ncausal = [true]\nwindows = [3]\nmodes = ["fwd"]\n'
+    )
+    asked = read_run_file(path)
+    assert (asked.suite, asked.providers) == ("flash", ["sdpa"])
+    assert [str(case) for case in asked.cases] == [
+        "fp32 b=1 h=2 n=16 d=32 full fwd",
+        "fp32 b=1 h=2 n=16 d=32 causal fwd",
+        "bf16 b=1 h=4/2 n=8 d=8 causal w=3 fwd",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "needs at least one table"),
+        ("grid = 3", "needs at least one table"),
+        ("[[grid]", "is not TOML"),
+        ("speed = 1", "unknown key in .*: 'speed'; choose from 'suite', 'providers', 'grid'"),
+        ("[[grid]]\nseqlen = [1]", "unknown axis in .*: 'seqlen'"),
+        ('[[grid]]\nseqlens_q = ["8"]', "`seqlens_q` must be a list of int, got"),
+        ("[[grid]]\nseqlens_q = [8]", "a grid without a preset needs `dtypes`"),
+        ('[[grid]]\npreset = "huge"', "unknown preset 'huge'"),
+        ("providers = 3\n[[grid]]", "`providers` must be a list of names, got 3"),
+    ],
+)
+def test_a_bad_run_file_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        read_run_file(path)
+    assert "\n" not in str(caught.value)

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from torch import Tensor
 
 from attn_bench.case import Case
 from attn_bench.checks import LIMITS, Check, Limits, Oracle
-from attn_bench.providers import Attention
+from attn_bench.providers import FLASH_PROVIDERS, Attention, Provider
 from attn_bench.runner import first_call
 from attn_bench.workload import make_inputs
 from flash_kernel import attention_reference
@@ -96,3 +97,51 @@ def test_some_heads_stand_for_all_where_float64_is_slow() -> None:
     check = judge(case, causal, Limits(work=3 * 14 * 16 * 16 * 16, scores=256))
     assert check.is_right
     assert check.scope == "3 of 8 heads"
+
+
+@pytest.mark.parametrize("limits", [LIMITS["cpu"], SLABS], ids=["whole", "slabs"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("is_causal", "window"), [(True, None), (True, 5), (False, 5)])
+def test_shared_heads_and_windows_are_checked_like_the_rest(
+    dtype: str, is_causal: bool, window: int | None, limits: Limits
+) -> None:
+    case = Case(dtype, 2, 4, 150, 200, 16, is_causal, "fwd", num_kv_heads=2, window=window)
+    for name in ("dense-eager", "sdpa"):
+        provider = FLASH_PROVIDERS[name]
+        check = judge_in_case(case, provider, limits)
+        assert check.is_right, check.violations
+        assert set(check.errors) == {"o", "dq", "dk", "dv"}
+
+
+@pytest.mark.parametrize("limits", [LIMITS["cpu"], SLABS], ids=["whole", "slabs"])
+def test_a_window_that_is_off_by_one_is_found(limits: Limits) -> None:
+    case = Case("fp32", 1, 4, 80, 80, 16, True, "fwd", num_kv_heads=2, window=5)
+    wrong = FLASH_PROVIDERS["sdpa"].build(replace(case, window=6), CPU)
+    inputs = make_inputs(case, CPU)
+    check = Oracle(case, inputs, limits).check(
+        first_call(wrong, inputs)[0], lambda _, other: first_call(other_window(_), other)[0]
+    )
+    assert "`o`" in " ".join(check.violations)
+
+
+def other_window(case: Case) -> Attention:
+    return FLASH_PROVIDERS["sdpa"].build(replace(case, window=6), CPU)
+
+
+def test_heads_shared_the_wrong_way_are_found() -> None:
+    case = Case("fp32", 1, 4, 20, 20, 16, True, "fwd", num_kv_heads=2)
+
+    def interleaved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat(1, 2, 1, 1) for x in (k, v))
+        return attention_reference(q, k, v, is_causal=True)[0]
+
+    check = judge(case, interleaved)
+    assert all(f"`{name}`" in " ".join(check.violations) for name in ("o", "dq", "dk", "dv"))
+
+
+def judge_in_case(case: Case, provider: Provider, limits: Limits) -> Check:
+    inputs = make_inputs(case, CPU)
+    return Oracle(case, inputs, limits).check(
+        first_call(provider.build(case, CPU), inputs)[0],
+        lambda short, other: first_call(provider.build(short, CPU), other)[0],
+    )

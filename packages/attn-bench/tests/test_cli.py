@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from attn_bench.cli import main
-from attn_bench.providers import Attention, Provider
+from attn_bench.providers import Attention, Provider, why_no_compile
 from attn_bench.results import read_results
 from attn_bench.tables import NOT_PERFORMANCE
 from flash_kernel import attention_reference
 
-TINY = ["--device", "cpu", "--seqlen", "9", "--causal", "yes", "--milliseconds", "1"]
+CPU = ["--device", "cpu"]
+TINY = [*CPU, "--seqlen", "9", "--causal", "yes", "--milliseconds", "1"]
 Plant = Callable[[str, Attention], Provider]
 
 
@@ -50,7 +51,7 @@ def test_flash_takes_the_axes_of_the_original(tmp_path: Path) -> None:
     axes = ["--dtype", "fp32", "bf16", "--d-model", "32", "64", "--heads", "2"]
     axes += ["--seqlen", "8", "--seqlen-k", "12", "--batch", "1", "2", "--causal", "no", "yes"]
     arguments = ["flash", *axes, "--mode", "bwd", "--provider", "dense-eager"]
-    run = ["--device", "cpu", "--milliseconds", "1", "--save", str(path)]
+    run = [*CPU, "--milliseconds", "1", "--save", str(path)]
     assert main([*arguments, *run]) == 0
     cases = [row.case for row in read_results(path).rows]
     assert len(set(cases)) == 2**4
@@ -74,7 +75,7 @@ def test_a_wrong_provider_makes_the_command_fail(
 def test_the_baseline_is_one_that_was_timed(capsys: pytest.CaptureFixture[str]) -> None:
     different = ["--seqlen", "9", "--seqlen-k", "12", "--causal", "yes", "--mode", "fwd"]
     providers = ["--provider", "sdpa-flash", "dense-eager", "sdpa"]
-    run = ["--device", "cpu", "--milliseconds", "1"]
+    run = [*CPU, "--milliseconds", "1"]
     assert main(["flash", *different, *providers, *run]) == 0
     out = capsys.readouterr().out
     assert "x sdpa " in out
@@ -92,6 +93,8 @@ def test_layer_times_tiny_llms_attention(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_layer_compares_with_and_without_compiling(tmp_path: Path) -> None:
+    if reason := why_no_compile(torch.device("cpu")):
+        pytest.skip(reason)
     path = tmp_path / "layer.jsonl"
     assert main(["layer", *TINY, "--mode", "fwd", "--save", str(path)]) == 0
     eager, compiled = read_results(path).rows
@@ -119,15 +122,21 @@ def test_list_says_why_a_provider_is_unavailable(capsys: pytest.CaptureFixture[s
         (["fly"], "invalid choice: 'fly'"),
         (["flash", "--preset", "huge"], "argument --preset: invalid choice: 'huge'"),
         (["flash", "--seqlen", "0"], "argument --seqlen: needs an integer of at least 1, got '0'"),
-        (["flash", "--provider", "falsh"], "unknown provider 'falsh'; choose from 'dense-eager'"),
-        (["flash", "--baseline", "flex"], "unknown baseline 'flex'; choose from 'dense-eager'"),
         (
-            ["flash", "--d-model", "64", "--heads", "2", "--head-dim", "32"],
+            ["flash", *CPU, "--provider", "falsh"],
+            "unknown provider 'falsh'; choose from",
+        ),
+        (
+            ["flash", *CPU, "--baseline", "flex"],
+            "unknown baseline 'flex'; choose from",
+        ),
+        (
+            ["flash", *CPU, "--d-model", "64", "--heads", "2", "--head-dim", "32"],
             "exactly two of `--d-model`, `--heads` and `--head-dim`",
         ),
         (["flash", "--device", "tpu"], "device 'tpu'"),
-        (["flash", "--save", "no/such/folder/r.jsonl"], "No such file or directory"),
-        (["quick", "--save", "."], "it is a folder; give a file name"),
+        (["flash", *CPU, "--save", "no/such/folder/r.jsonl"], "No such file or directory"),
+        (["quick", *CPU, "--save", "."], "it is a folder; give a file name"),
         (["quick", "--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["table", "missing.jsonl"], "cannot read missing.jsonl: No such file or directory"),
         (["table", "missing.jsonl", "--check"], "`--check` needs `--into`"),
@@ -158,18 +167,98 @@ def test_an_unwritable_path_is_found_before_anything_is_measured(
     assert list(tmp_path.iterdir()) == [path.parent]
 
 
-def test_an_interrupted_run_saves_nothing(
+def test_an_interrupted_run_is_gone_on_with(
     plant: Plant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    stop = True
+    calls = []
+
     def interrupted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        raise KeyboardInterrupt
+        calls.append(q.shape[2])
+        if q.shape[2] == 9 and stop:
+            raise KeyboardInterrupt
+        return attention_reference(q, k, v, is_causal=True)[0]
 
     plant("interrupted", interrupted)
     path = tmp_path / "r.jsonl"
-    arguments = ["flash", *TINY, "--provider", "sdpa", "interrupted", "--save", str(path)]
+    arguments = ["flash", *TINY, "--seqlen", "8", "9", "--mode", "fwd", "--save", str(path)]
+    arguments += ["--provider", "sdpa", "interrupted"]
     assert main(arguments) == 130
-    assert "interrupted, nothing was saved" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    assert "interrupted; `--resume` goes on if rows were saved" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["r.jsonl.partial"]
+    assert main(arguments) == 2
+    assert "pass `--resume`" in capsys.readouterr().err
+    stop = False
+    calls.clear()
+    assert main([*arguments, "--resume"]) == 0
+    assert set(calls) == {9}
+    rows = read_results(path).rows
+    assert [(row.case.seqlen_q, row.provider) for row in rows] == [
+        *((8, "sdpa"), (8, "interrupted")),
+        *((9, "sdpa"), (9, "interrupted")),
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_row_carries_its_semantics_rates_and_predictions(saved: Path) -> None:
+    results = read_results(saved)
+    assert set(results.environment["ceilings"]) == {"matmul_tflops", "copy_gb_s"}
+    for row in results.rows:
+        assert row.semantics["alignment"] == "bottom-right"
+        assert row.median_ms is not None
+        assert row.predicted_mib is not None
+        assert row.roofline_share is not None
+        assert row.roofline_share > 0
+        assert row.tflops_unmasked == pytest.approx((row.tflops or 0) * 81 / 45)
+        assert min(row.samples_ms) <= row.median_ms <= max(row.samples_ms)
+
+
+def test_decode_reads_the_cache_with_one_query(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "decode.jsonl"
+    arguments = ["decode", *CPU, "--seqlen-k", "33", "--milliseconds", "1", "--save", str(path)]
+    assert main([*arguments, "--provider", "sdpa", "dense-eager"]) == 0
+    assert "GB/s" in capsys.readouterr().out
+    for row in read_results(path).rows:
+        assert (row.suite, row.state) == ("decode", "ok")
+        assert (row.case.seqlen_q, row.case.seqlen_k, row.case.kv_heads) == (1, 33, 2)
+        # q, o: 2 sequences of 4 heads; k, v: of 2 heads with 33 keys; 32 numbers of 4 bytes
+        bytes_moved = 2 * (2 * 4 + 2 * 2 * 33) * 32 * 4
+        assert row.gb_s == pytest.approx(bytes_moved / ((row.median_ms or 0) * 1e6))
+
+
+def test_env_prints_what_goes_with_a_result(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", *CPU]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    printed = dict(line.split(maxsplit=1) for line in lines)
+    assert printed["torch"] == torch.__version__
+    assert printed["device_type"] == "cpu"
+    assert printed["ceilings"].startswith("matmul fp32 ")
+
+
+def test_run_takes_its_grids_from_a_file(tmp_path: Path) -> None:
+    grid, path = tmp_path / "grid.toml", tmp_path / "r.jsonl"
+    grid.write_text(
+        'providers = ["sdpa", "layer-eager"]\n[[grid]]\npreset = "smoke"\nseqlens_q = [8]\n'
+        'num_kv_heads = [1]\nwindows = [3]\ncausal = [true]\nmodes = ["fwd"]\n'
+    )
+    run = [*CPU, "--milliseconds", "1", "--save", str(path)]
+    assert main(["run", str(grid), *run]) == 0
+    sdpa, layer = read_results(path).rows
+    assert (sdpa.state, layer.state) == ("ok", "unsupported")
+    assert (sdpa.case.num_kv_heads, sdpa.case.window) == (1, 3)
+
+
+@pytest.mark.slow
+def test_the_first_call_in_a_new_process_is_a_figure_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    arguments = ["flash", *TINY, "--mode", "fwd", "--provider", "sdpa", "--cold-start"]
+    assert main([*arguments, "--save", str(path)]) == 0
+    (row,) = read_results(path).rows
+    assert row.cold_call_ms is not None
+    assert 0 < row.cold_call_ms < 60_000
+    assert row.note == ""
 
 
 def test_table_prints_markdown(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from attn_bench import interpreter
 from attn_bench.cli import main
-from attn_bench.interpreter import run_interpreted
+from attn_bench.interpreter import run_interpreted, why_not_interpreted
+from attn_bench.model_checks import checks_to_make
 from attn_bench.providers import FLASH_PROVIDERS, Attention, Provider
-from attn_bench.quick import parity_table
+from attn_bench.quick import left_out, parity_table
 from attn_bench.results import read_results
 from attn_bench.training import (
     LOSS_BOUND_PER_STEP,
@@ -31,6 +32,8 @@ Plant = Callable[[str, Attention], Provider]
 
 @pytest.mark.slow
 def test_quick_trains_checks_interprets_and_times(tmp_path: Path) -> None:
+    if reason := why_not_interpreted():
+        pytest.skip(reason)
     path = tmp_path / "quick.jsonl"
     command = [sys.executable, "-m", "attn_bench", "quick", "--steps", "2", "--device", "cpu"]
     # torch's profiler, which meters memory on a CPU, writes to stderr unless told not to
@@ -50,8 +53,11 @@ def test_quick_trains_checks_interprets_and_times(tmp_path: Path) -> None:
     rows = read_results(path).rows
     assert {row.state for row in rows} == {"ok"}
     checked = {row.provider for row in rows if row.suite == "quick_check"}
-    assert {"dense-eager", "sdpa", "flash-auto", "flash-mock"} <= checked
-    assert "flash-triton, triton backward (interpreted)" in checked
+    assert {"dense-eager", "sdpa", "flash-auto"} <= checked
+    assert {each for each in checked if each.startswith("flash-triton")} == {
+        "flash-triton, triton backward (interpreted)",
+        "flash-triton, dense backward (interpreted)",
+    }
     assert all(row.median_ms for row in rows if row.suite == "quick_speed")
 
 
@@ -64,7 +70,7 @@ def test_quick_fails_if_one_implementation_disagrees(
     for name in list(FLASH_PROVIDERS):
         monkeypatch.delitem(FLASH_PROVIDERS, name)
     plant("planted", scale_is_off)
-    monkeypatch.setattr("attn_bench.quick.check_interpreted", lambda _captured, _report: [])
+    monkeypatch.setattr("attn_bench.quick.check_interpreted", lambda _captured: [])
     assert main(["quick", "--steps", "1", "--device", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "planted: wrong: `o`: error max" in out
@@ -113,3 +119,30 @@ def test_without_triton_the_interpreter_is_unsupported(monkeypatch: pytest.Monke
     interpreted = run_interpreted([])
     assert interpreted.state == "unsupported"
     assert "install flash-kernel[triton]" in interpreted.reason
+
+
+def test_on_a_gpu_what_compiles_is_checked_once_per_dtype() -> None:
+    flex, sdpa = FLASH_PROVIDERS["flex"], FLASH_PROVIDERS["sdpa"]
+    made = [
+        (dtype, is_causal, provider.name)
+        for dtype, is_causal, provider in checks_to_make([flex, sdpa], torch.device("cuda"))
+    ]
+    assert [check for check in made if check[2] == "flex"] == [
+        ("fp32", True, "flex"),
+        ("bf16", True, "flex"),
+    ]
+    assert len([check for check in made if check[2] == "sdpa"]) == 4
+    text = left_out([flex, sdpa], [sdpa])
+    assert text.startswith("left out of the speed table to stay short: flex (")
+    assert left_out([sdpa], [sdpa]) == ""
+
+
+def test_an_old_triton_with_a_new_numpy_is_not_interpreted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = {"triton": "3.6.0", "numpy": "2.4.1"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+    monkeypatch.setattr(interpreter, "version", versions.__getitem__)
+    assert "upgrade Triton" in str(why_not_interpreted())
+    versions["numpy"] = "2.3.5"
+    assert why_not_interpreted() is None

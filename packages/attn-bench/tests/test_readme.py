@@ -19,13 +19,20 @@ def test_readme_shows_every_command() -> None:
         "quick",
         "flash",
         "layer",
+        "run",
         "list",
         "table",
+        "compare",
+        "report",
+        "decode",
+        "train-step",
+        "policy",
+        "env",
     }
 
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_of_the_readme_is_one_that_exists(line: str) -> None:
     arguments = build_parser().parse_args(shlex.split(line)[1:])
-    if arguments.command in ("flash", "layer"):
+    if arguments.command in ("flash", "layer", "decode"):
         assert cases_of(arguments)

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from attn_bench.case import Case
+from attn_bench.checks import LIMITS, Oracle
 from attn_bench.providers import FLASH_PROVIDERS, Attention, Provider
 from attn_bench.results import Row
-from attn_bench.runner import Runner
-from attn_bench.timing import Budget
+from attn_bench.runner import Ready, Runner, check_provider, time_case
+from attn_bench.timing import Budget, Clock
+from attn_bench.workload import make_inputs
 from flash_kernel import attention_reference
 
 CPU = torch.device("cpu")
@@ -129,3 +131,52 @@ def test_a_warning_of_a_right_provider_is_passed_on(plant: Plant) -> None:
 
     with pytest.warns(RuntimeWarning, match="falls back"):
         run(plant("falls-back", falls_back))
+
+
+def test_a_provider_without_a_backward_is_timed_forward_only() -> None:
+    forward_only = replace(FLASH_PROVIDERS["sdpa"], name="forward-only", has_backward=False)
+    forward, both = run(forward_only)
+    assert forward.state == "ok"
+    assert set(forward.errors) == {"o"}
+    assert (both.state, both.detail) == ("unsupported", "it has no backward")
+
+
+def test_what_would_not_fit_is_not_tried(monkeypatch: pytest.MonkeyPatch, plant: Plant) -> None:
+    def never(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise AssertionError("was called")
+
+    monkeypatch.setattr("attn_bench.memory.available_mib", lambda _: 0.001)
+    rows = run(plant("never", never))
+    assert {row.state for row in rows} == {"oom"}
+    assert rows[0].detail.endswith("MiB are free: not tried")
+
+
+@pytest.mark.parametrize("mode", ["fwd", "fwd+bwd"])
+@pytest.mark.parametrize("name", ["dense-eager", "sdpa", "sdpa-math"])
+def test_predicted_memory_is_near_what_is_measured(name: str, mode: str) -> None:
+    case = Case("fp32", 1, 2, 256, 256, 32, True, mode)
+    rows = Runner("suite", [FLASH_PROVIDERS[name]], CPU, Budget(seconds=0.0)).rows([case])
+    (row,) = rows
+    assert row.predicted_mib is not None
+    assert row.peak_mib is not None
+    assert 0.4 < row.predicted_mib / row.peak_mib < 2  # torch has scratch space on a CPU
+
+
+def test_a_run_whose_rounds_drift_is_unstable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_bench.timing.drift_of", lambda _: 1.3)
+    (row, _) = run(FLASH_PROVIDERS["sdpa"])
+    assert row.state == "ok"  # a CPU row is no performance figure, whatever its clock did
+    ready = check_provider(
+        FLASH_PROVIDERS["sdpa"],
+        "suite",
+        CASE,
+        inputs := make_inputs(CASE, CPU),
+        Oracle(CASE, inputs, LIMITS["cpu"]),
+    )
+    assert isinstance(ready, Ready)
+    ready = replace(ready, row=replace(ready.row, is_performance=True))
+    monkeypatch.setattr("attn_bench.runner.SHORT_MS", 0.0)
+    timed = time_case(CASE, {"sdpa": ready}, inputs, Clock(CPU), Budget(seconds=0.0))["sdpa"]
+    assert timed.state == "unstable"
+    assert timed.detail == "the rounds' medians differ by 30%"
+    assert timed.median_ms is not None

@@ -1,3 +1,4 @@
+import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 from attn_bench.case import Case
 from attn_bench.errors import InputError
 from attn_bench.results import Results, Row
-from attn_bench.tables import NOT_PERFORMANCE, markdown, replaced, terminal_table
+from attn_bench.tables import NOT_PERFORMANCE, as_csv, markdown, replaced, terminal_table
 
 CASE = Case("bf16", 2, 4, 8, 8, 16, True, "fwd")
 ENVIRONMENT = {
@@ -95,3 +96,21 @@ def test_replaced_changes_only_what_lies_between_the_markers() -> None:
 def test_a_document_without_the_markers_is_refused(document: str) -> None:
     with pytest.raises(InputError, match="attn-bench:x"):
         replaced(document, "x", "new", Path("R.md"))
+
+
+def test_an_unstable_time_is_marked() -> None:
+    rows = (ROWS[0], replace(ROWS[1], state="unstable", detail="the rounds' medians differ"))
+    assert "| ~**200** |" in " ".join(markdown(Results(ENVIRONMENT, rows)).split())
+    assert "~fast" in terminal_table(rows, "slow")
+
+
+def test_csv_has_a_line_per_row_with_its_case_errors_and_device() -> None:
+    lines = list(csv.DictReader(as_csv(Results(ENVIRONMENT, ROWS)).splitlines()))
+    assert [line["provider"] for line in lines] == ["slow", "fast", "big"]
+    assert (lines[1]["seqlen_q"], lines[1]["is_causal"], lines[1]["median_ms"]) == (
+        "8",
+        "True",
+        "1.0",
+    )
+    assert (lines[1]["error_dq"], lines[1]["allowed_dq"]) == ("0.002", "0.003")
+    assert (lines[2]["state"], lines[2]["median_ms"], lines[2]["device"]) == ("oom", "", "a GPU")

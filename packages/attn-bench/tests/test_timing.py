@@ -104,3 +104,15 @@ def test_no_mode_accumulates_gradients(mode: str) -> None:
     else:
         assert isinstance(result, tuple)
         assert [each.shape for each in result] == [inputs.q.shape] * 3
+
+
+def test_drift_compares_the_rounds_and_not_single_runs() -> None:
+    steady = [1.0, 1.0, 9.0] * ROUNDS
+    assert summarize(steady).drift == 1.0
+    slowing = [1.0] * 3 * (ROUNDS - 1) + [1.5] * 3
+    assert summarize(slowing).drift == pytest.approx(1.5)
+
+
+def test_at_most_40_samples_are_kept_evenly() -> None:
+    timing = summarize([float(n) for n in range(200)])
+    assert timing.samples == tuple(float(n) for n in range(0, 200, 5))

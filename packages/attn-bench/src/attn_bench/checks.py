@@ -11,11 +11,13 @@ rows, and dk and dv at a shorter length.  `Check.scope` says which it was.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isqrt
-from typing import NamedTuple, Self
+from typing import Self
 
 from torch import Tensor
 
 from attn_bench.case import Case
+from attn_bench.mask import bounds, visible
+from attn_bench.truth import Tensors, error_of, expect_masked
 from attn_bench.workload import Inputs, make_inputs
 from flash_kernel.testing import AttentionErrors, Expectation, TensorError, expect
 
@@ -33,15 +35,6 @@ LIMITS = {"cpu": Limits(2e10, 4096**2), "cuda": Limits(2e13, 16384**2)}
 
 # query rows of a slab, where slabs stand for all rows
 SLAB_ROWS = 64
-
-
-class Tensors(NamedTuple):
-    """An output and the gradients of q, k and v."""
-
-    o: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
 
 
 @dataclass(frozen=True)
@@ -76,9 +69,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the truth: some heads and query rows, and the tensors that it determines."""
+    """A part of the truth: some heads and query rows, and the tensors that it determines.
+
+    `heads` are heads of k and v, counted over the batch, with the heads of q that share them.
+    """
 
     expectation: Expectation
+    kv_heads: int
     heads: list[int]
     rows: slice
     names: tuple[str, ...]
@@ -88,9 +85,12 @@ class Piece:
         """Compare a provider's tensors ``[B, H, ., D]`` with this piece."""
         measured = {}
         for name in self.names:
-            tensor = getattr(tensors, name).detach().flatten(0, 1)[self.heads]
+            tensor = getattr(tensors, name)
+            if tensor is None:  # of a provider without a backward
+                continue
+            some = by_kv_head(tensor.detach(), self.kv_heads)[self.heads]
             rows = self.rows if name in ("o", "dq") else slice(None)
-            measured[name] = error_of(tensor[:, rows], self.expectation.results[name])
+            measured[name] = error_of(some[..., rows, :], self.expectation.results[name])
         # a tensor that this piece says nothing about counts as right
         right = TensorError(0.0, 0.0)
         o, dq, dk, dv = (measured.get(name, right) for name in Tensors._fields)
@@ -104,29 +104,22 @@ class Piece:
         )
 
 
-def error_of(tensor: Tensor, truth: Tensor) -> TensorError:
-    """Return the largest and mean absolute error; inf for a wrong shape or a value that is nan."""
-    if tensor.shape != truth.shape:
-        return TensorError(float("inf"), float("inf"))
-    error = (tensor.double() - truth).abs().nan_to_num(nan=float("inf"))
-    return TensorError(error.max().item(), error.mean().item())
-
-
 class Oracle:
     """The truth about one set of inputs, made once and used for every provider."""
 
     def __init__(self, case: Case, inputs: Inputs, limits: Limits) -> None:
         self._short: tuple[Case, Inputs, Oracle] | None = None
-        if case.seqlen_q * case.seqlen_k <= limits.scores:
+        groups = case.num_heads // case.kv_heads
+        if groups * case.seqlen_q * case.seqlen_k <= limits.scores:
             heads = pick_heads(case, limits)
             some = (
-                "all heads" if len(heads) == case.batch * case.num_heads else heads_of(case, heads)
+                "all heads" if len(heads) == case.batch * case.kv_heads else heads_of(case, heads)
             )
             names = ("o", "dq", "dk", "dv")
             self._pieces = [piece(case, inputs, heads, (0, case.seqlen_q), names, some)]
             return
         # one head, and slabs at the beginning, in the middle and at the end of the rows
-        heads = [case.batch * case.num_heads - 1]
+        heads = [case.batch * case.kv_heads - 1]
         rows = min(SLAB_ROWS, case.seqlen_q)
         starts = sorted({0, (case.seqlen_q - rows) // 2, case.seqlen_q - rows})
         scope = f"o and dq in {len(starts)} x {rows} rows of {heads_of(case, heads)}"
@@ -135,11 +128,12 @@ class Oracle:
             for start in starts
             if visible_length(case, start + rows) > 0
         ]
-        side = isqrt(limits.scores)
+        side = isqrt(limits.scores // groups)
         short = replace(
             case,
             batch=1,
-            num_heads=1,
+            num_heads=groups,
+            num_kv_heads=None if case.num_kv_heads is None else 1,
             seqlen_q=min(case.seqlen_q, side),
             seqlen_k=min(case.seqlen_k, side),
         )
@@ -179,28 +173,42 @@ def piece(
     no key at or beyond ``stop + N - M``; with those keys cut off the alignment holds again.
     """
     keys = visible_length(case, rows[1])
-    q, k, v, do = (each.detach().flatten(0, 1)[heads] for each in inputs)
     chosen = slice(*rows)
-    expectation = expect(
-        q[:, chosen], k[:, :keys], v[:, :keys], do[:, chosen], is_causal=case.is_causal
-    )
-    return Piece(expectation, heads, chosen, names, scope)
+    q, k, v, do = (by_kv_head(each.detach(), case.kv_heads)[heads] for each in inputs)
+    q, do, k, v = q[..., chosen, :], do[..., chosen, :], k[..., :keys, :], v[..., :keys, :]
+    if case.window is None and case.num_kv_heads is None:
+        expectation = expect(q, k, v, do, is_causal=case.is_causal)
+    else:
+        seen = visible(case, q.device, chosen, keys)
+        expectation = expect_masked(q, k, v, do, seen)
+    return Piece(expectation, case.kv_heads, heads, chosen, names, scope)
+
+
+def by_kv_head(tensor: Tensor, kv_heads: int) -> Tensor:
+    """Return ``[B, H, N, D]`` as ``[B * H_kv, N, D]``, or with H / H_kv heads before N if more."""
+    batch, num_heads, *rest = tensor.shape
+    grouped = tensor.reshape(batch * kv_heads, num_heads // kv_heads, *rest)
+    return grouped.squeeze(1) if num_heads == kv_heads else grouped
 
 
 def visible_length(case: Case, stop: int) -> int:
-    """Return how many keys the query rows before `stop` can see."""
-    return max(stop + case.seqlen_k - case.seqlen_q, 0) if case.is_causal else case.seqlen_k
+    """Return how many keys, from the first, the query rows before `stop` can see."""
+    _, after = bounds(case)
+    if after is None:
+        return case.seqlen_k
+    return min(case.seqlen_k, max(stop + case.seqlen_k - case.seqlen_q + after, 0))
 
 
 def pick_heads(case: Case, limits: Limits) -> list[int]:
-    """Return which of all batch * heads are compared: all, or evenly spaced ones."""
-    total = case.batch * case.num_heads
+    """Return which of all batch * kv_heads are compared: all, or evenly spaced ones."""
+    total = case.batch * case.kv_heads
     # forward and backward are 7 matmuls of 2 M N D operations
-    per_head = 14 * case.seqlen_q * case.seqlen_k * case.head_dim
+    groups = case.num_heads // case.kv_heads
+    per_head = 14 * groups * case.seqlen_q * case.seqlen_k * case.head_dim
     count = min(total, max(1, int(limits.work / per_head)))
     return [index * total // count for index in range(count)]
 
 
 def heads_of(case: Case, heads: list[int]) -> str:
     """Return ``3 of 16 heads``."""
-    return f"{len(heads)} of {case.batch * case.num_heads} heads"
+    return f"{len(heads)} of {case.batch * case.kv_heads} heads"

@@ -1,9 +1,16 @@
 """The command ``attn-bench``.
 
+    attn-bench run FILE.toml              the grids of a file
     attn-bench quick                      train, check everything, time what this machine allows
     attn-bench flash --preset paper       the kernel against torch's attentions
     attn-bench layer --preset smoke       tiny-llm's attention with and without torch.compile
+    attn-bench decode                     one query per sequence over a cache
+    attn-bench train-step                 a training step by attention backend
+    attn-bench policy FILE.jsonl          the fastest backend per shape class
     attn-bench list                       suites, providers, and why one is unavailable
+    attn-bench report FILE.jsonl          one HTML page, and plots
+    attn-bench compare A.jsonl B.jsonl    what became slower
+    attn-bench env                        the machine, as it goes with every result
     attn-bench table FILE.jsonl           Markdown from a saved result
 
 Exit status: 0 if everything agrees, 1 if something is wrong, 2 for bad input, 130 if interrupted.
@@ -12,13 +19,14 @@ Exit status: 0 if everything agrees, 1 if something is wrong, 2 for bad input, 1
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from attn_bench import __version__
-from attn_bench.case import DTYPES, MODES, PRESETS
+from attn_bench.case import DTYPES, MODES
 from attn_bench.errors import InputError
+from attn_bench.grid import DECODE_PRESETS, MODELS, PRESETS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"attn-bench {arguments.command}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"attn-bench {arguments.command}: interrupted, nothing was saved", file=sys.stderr)
+        can_resume = "resume" in arguments and arguments.save is not None
+        hint = "; `--resume` goes on if rows were saved" if can_resume else ", nothing was saved"
+        print(f"attn-bench {arguments.command}: interrupted{hint}", file=sys.stderr)
         return 130
 
 
@@ -70,11 +80,60 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_suite(commands.add_parser("flash", help="flash-kernel against torch's attentions"))
     _add_suite(commands.add_parser("layer", help="tiny-llm's attention, eager and compiled"))
+    from_file = commands.add_parser("run", help="the grids of a TOML file")
+    from_file.add_argument("file", type=Path, metavar="FILE.toml")
+    _add_run(from_file)
+    decode = commands.add_parser("decode", help="one query per sequence over a cache")
+    _add_suite(decode, DECODE_PRESETS)
+    _add_train_step(commands.add_parser("train-step", help="a training step by attention backend"))
     _add_quick(commands.add_parser("quick", help="the main job: train, check, time; minutes"))
     listing = commands.add_parser("list", help="suites, providers, and why one is unavailable")
     _add_device(listing)
     _add_table(commands.add_parser("table", help="Markdown table of a saved result"))
+    _add_device(commands.add_parser("env", help="the machine, as it goes with every result"))
+    policy = commands.add_parser("policy", help="the fastest backend of tiny-llm per shape class")
+    policy.add_argument("file", type=Path, metavar="FILE.jsonl")
+    policy.add_argument("--into", type=Path, metavar="POLICY.json", help="default: print it")
+    page = commands.add_parser("report", help="one HTML page of a saved result, and plots")
+    page.add_argument("file", type=Path, metavar="FILE.jsonl")
+    page.add_argument("--into", type=Path, metavar="PAGE.html", help="default: FILE.html")
+    page.add_argument("--plots", type=Path, metavar="FOLDER", help="also write PNG and SVG there")
+    _add_compare(commands.add_parser("compare", help="two result files; 1 if the second is slower"))
     return parser
+
+
+def _add_train_step(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument("--d-model", type=positive, default=256)
+    model.add_argument("--layers", type=positive, default=2)
+    model.add_argument("--heads", type=positive, default=4)
+    model.add_argument("--batch", type=positive, default=2)
+    model.add_argument("--seqlen", nargs="+", type=positive, default=[128, 256])
+    model.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, else fp32")
+    parser.add_argument(
+        "--backend",
+        nargs="+",
+        metavar="NAME",
+        default=["eager", "sdpa", "flash"],
+        help="attention backends of tiny-llm; the first is what the others are predicted from",
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=10, help="timed steps, in fives (default: 10)"
+    )
+    _add_device(parser)
+    _add_save(parser)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", type=Path, metavar="A.jsonl")
+    parser.add_argument("b", type=Path, metavar="B.jsonl")
+    parser.add_argument(
+        "--threshold",
+        type=positive,
+        default=5,
+        help="percent that the whole confidence interval must exceed (default: 5)",
+    )
+    parser.add_argument("--all", action="store_true", help="also show the rows that are the same")
 
 
 def _add_device(parser: argparse._ActionsContainer) -> None:
@@ -87,10 +146,11 @@ def _add_save(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--save", type=Path, metavar="FILE.jsonl", help="write the rows to a file")
 
 
-def _add_suite(parser: argparse.ArgumentParser) -> None:
+def _add_suite(parser: argparse.ArgumentParser, presets: Iterable[str] = PRESETS) -> None:
     """Add the axes of the grid, which override the preset's, and the options of the run."""
     axes = parser.add_argument_group("cases", "each of these replaces an axis of the preset")
-    axes.add_argument("--preset", choices=PRESETS, default="smoke", help="default: smoke")
+    axes.add_argument("--preset", choices=presets, default="smoke", help="default: smoke")
+    axes.add_argument("--shapes-of", choices=MODELS, metavar="MODEL", help="in place of a preset")
     axes.add_argument("--dtype", nargs="+", choices=DTYPES)
     axes.add_argument("--d-model", nargs="+", type=positive, help="heads * head-dim")
     axes.add_argument("--heads", nargs="+", type=positive)
@@ -100,12 +160,26 @@ def _add_suite(parser: argparse.ArgumentParser) -> None:
     axes.add_argument("--batch", nargs="+", type=positive)
     axes.add_argument("--total-tokens", type=positive, help="sets batch to total-tokens // seqlen")
     axes.add_argument("--causal", nargs="+", choices=("no", "yes"))
+    axes.add_argument("--kv-heads", nargs="+", type=positive, help="heads of k and v, if fewer")
+    axes.add_argument("--window", nargs="+", type=positive, help="keys seen on each side")
     axes.add_argument("--mode", nargs="+", choices=MODES)
+    parser.add_argument("--provider", nargs="+", metavar="NAME", help="see `attn-bench list`")
+    _add_run(parser)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("run")
-    run.add_argument("--provider", nargs="+", metavar="NAME", help="see `attn-bench list`")
     run.add_argument("--baseline", metavar="NAME", help="the provider that ratios refer to")
     run.add_argument(
         "--milliseconds", type=positive, default=500, help="time for a provider on a case"
+    )
+    run.add_argument(
+        "--resume", action="store_true", help="go on with the interrupted run of --save"
+    )
+    run.add_argument(
+        "--cold-start",
+        action="store_true",
+        help="also time a first call in a new process with empty caches (seconds each)",
     )
     _add_device(run)
     _add_save(run)
@@ -119,7 +193,8 @@ def _add_quick(parser: argparse.ArgumentParser) -> None:
 
 def _add_table(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--metric", default="tflops", help="tflops, ms or memory")
+    parser.add_argument("--metric", default="tflops", help="tflops, gb_s, ms or memory")
+    parser.add_argument("--csv", action="store_true", help="print every row as CSV instead")
     parser.add_argument("--into", type=Path, metavar="README.md", help="replace the text there")
     parser.add_argument(
         "--name", help="of the markers <!-- attn-bench:NAME --> (default: FILE without .jsonl)"

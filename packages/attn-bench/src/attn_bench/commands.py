@@ -1,53 +1,96 @@
 """What each command does once its arguments are parsed."""
 
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
+import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from attn_bench.case import PRESETS, Case, check_name
+from attn_bench import file_commands
+from attn_bench.case import DTYPES, Case, check_name
 from attn_bench.environment import describe_environment, one_thread, pick_device, summarize
 from attn_bench.errors import InputError
-from attn_bench.files import appearing_whole
-from attn_bench.providers import pick_providers
+from attn_bench.grid import MODELS, grid_of_model
+from attn_bench.journal import journaling, rows_to_keep, split_done
+from attn_bench.providers import Provider, pick_providers
 from attn_bench.quick import quick
-from attn_bench.results import Row, read_results, saving
-from attn_bench.roofline import FLOP_CONVENTION
+from attn_bench.results import Row, saving
+from attn_bench.roofline import FLOP_CONVENTION, describe_ceilings, measure_ceilings
+from attn_bench.run_file import read_run_file
 from attn_bench.runner import Runner
-from attn_bench.suites import SUITES
-from attn_bench.tables import markdown, replaced, terminal_table
+from attn_bench.suites import SUITES, Suite
+from attn_bench.tables import terminal_table
 from attn_bench.timing import Budget
+from attn_bench.train_step import StepShape, step_table, time_training
 from tiny_llm.errors import TinyLLMError
 
 
 def run_suite(arguments: Namespace) -> int:
     """Run ``flash`` or ``layer``; 1 if a provider is wrong or failed, else 0."""
     suite = SUITES[arguments.command]
+    return _run_on_device(suite, cases_of(arguments), arguments.provider, arguments)
+
+
+def run_file(arguments: Namespace) -> int:
+    """Run the suite and the grids of a TOML file."""
+    asked = read_run_file(arguments.file)
+    check_name(f"suite in {arguments.file}:", asked.suite, SUITES)
+    return _run_on_device(SUITES[asked.suite], asked.cases, asked.providers, arguments)
+
+
+def _run_on_device(
+    suite: Suite, cases: Sequence[Case], names: list[str] | None, arguments: Namespace
+) -> int:
     device = pick_device(arguments.device)
-    cases = cases_of(arguments)
-    providers = pick_providers(suite.providers, arguments.provider, device)
+    providers = pick_providers(suite.providers, names, device)
     if arguments.baseline is not None:
         check_name("baseline", arguments.baseline, [each.name for each in providers])
-    environment = describe_environment(device)
-    runner = Runner(suite.name, providers, device, Budget(seconds=arguments.milliseconds / 1e3))
-    rows: list[Row] = []
-    total = len(cases) * len(providers)
-    with saving(arguments.save, environment) as save, tqdm(total=total, unit="row") as progress:
-        print(f"{suite.name} on {summarize(environment)}\nFLOPs: {FLOP_CONVENTION}\n", flush=True)
-        for row in runner.rows(cases):
-            rows.append(row)
-            save(row)
-            progress.update()
+    with one_thread(device):
+        rows = _measure(suite, cases, providers, device, arguments)
     print(terminal_table(rows, arguments.baseline or suite.baseline(rows)))
     return exit_status(rows)
 
 
+def _measure(
+    suite: Suite,
+    cases: Sequence[Case],
+    providers: Sequence[Provider],
+    device: torch.device,
+    arguments: Namespace,
+) -> list[Row]:
+    """Measure what an interrupted run left, or everything, and return all rows."""
+    environment = describe_environment(device)
+    chosen = [each.name for each in providers]
+    earlier = rows_to_keep(arguments.save, environment, resume=arguments.resume, suite=suite.name)
+    kept, left = split_done(earlier, cases, chosen)
+    print(f"{suite.name} on {summarize(environment)}\nFLOPs: {FLOP_CONVENTION}", flush=True)
+    ceilings = measure_ceilings(device, [case.dtype for case in cases])
+    print(f"ceilings: {describe_ceilings(ceilings)}\n", flush=True)
+    environment["ceilings"] = asdict(ceilings)
+    with journaling(arguments.save, environment, kept) as rows:
+        runner = Runner(
+            suite.name,
+            providers,
+            device,
+            Budget(seconds=arguments.milliseconds / 1e3),
+            ceilings,
+            arguments.cold_start,
+        )
+        with tqdm(total=len(cases) * len(chosen), initial=len(kept), unit="row") as progress:
+            for row in runner.rows(left):
+                rows.append(row)
+                progress.update()
+    return rows
+
+
 def cases_of(arguments: Namespace) -> list[Case]:
     """Return the cases of the preset, with every axis replaced that was given."""
-    preset = PRESETS[arguments.preset]
+    model = arguments.shapes_of
+    presets = SUITES[arguments.command].presets
+    preset = presets[arguments.preset] if model is None else grid_of_model(model)
     axes = {
         "dtypes": arguments.dtype,
         "d_models": arguments.d_model,
@@ -58,6 +101,8 @@ def cases_of(arguments: Namespace) -> list[Case]:
         "batches": arguments.batch,
         "causal": arguments.causal and [each == "yes" for each in arguments.causal],
         "modes": arguments.mode,
+        "num_kv_heads": arguments.kv_heads,
+        "windows": arguments.window,
     }
     given: dict[str, Any] = {name: tuple(axis) for name, axis in axes.items() if axis is not None}
     if arguments.total_tokens is not None:
@@ -73,14 +118,31 @@ def exit_status(rows: Sequence[Row]) -> int:
 def list_providers(arguments: Namespace) -> int:
     """Print every suite with its providers, and the reason where one is unavailable."""
     device = pick_device(arguments.device)
+    shown: dict[int, Suite] = {}
     for suite in SUITES.values():
         print(f"attn-bench {suite.command}: {suite.summary}")
-        lines = [
-            [each.name, each.summary, each.why_unavailable(device) or "available"]
-            for each in suite.providers.values()
-        ]
-        print(tabulate(lines, ["provider", "what it is", f"on {device}"]), end="\n\n")
-    print(f"presets: {', '.join(PRESETS)}")
+        same = shown.setdefault(id(suite.own_providers), suite)
+        if same is suite:
+            lines = [
+                [each.name, each.summary, each.why_unavailable(device) or "available"]
+                for each in suite.providers.values()
+            ]
+            print(tabulate(lines, ["provider", "what it is", f"on {device}"]))
+        else:
+            print(f"providers: those of {same.command}")
+        print(f"presets: {', '.join(suite.presets)}\n")
+    print(f"models for --shapes-of: {', '.join(MODELS)}")
+    return 0
+
+
+def print_environment(arguments: Namespace) -> int:
+    """Print what goes with every result, and this device's measured ceilings."""
+    device = pick_device(arguments.device)
+    with one_thread(device):
+        environment = describe_environment(device)
+        ceilings = measure_ceilings(device, DTYPES if device.type == "cuda" else ("fp32",))
+    lines = [*environment.items(), ("ceilings", describe_ceilings(ceilings))]
+    print(tabulate(lines, tablefmt="plain", disable_numparse=True, missingval="-"))
     return 0
 
 
@@ -97,40 +159,43 @@ def run_quick(arguments: Namespace) -> int:
     return 0 if agrees else 1
 
 
-def print_table(arguments: Namespace) -> int:
-    """Print a result as Markdown, or put it into a document, or check that it is there."""
-    if arguments.check and arguments.into is None:
-        raise InputError("`--check` needs `--into`: the document to compare with.")
-    table = markdown(read_results(arguments.file), arguments.metric)
-    if arguments.into is None:
-        print(table, end="")
-        return 0
-    try:
-        document = arguments.into.read_text(encoding="utf-8")
-    except OSError as error:
-        msg = f"cannot read {arguments.into}: {error.strerror or error}."
-        raise InputError(msg) from error
-    name = arguments.name or arguments.file.stem
-    updated = replaced(document, name, table, arguments.into)
-    if arguments.check:
-        return _compare(document, updated, arguments)
-    with appearing_whole(arguments.into) as file:
-        file.write(updated)
-    return 0
-
-
-def _compare(document: str, updated: str, arguments: Namespace) -> int:
-    if document == updated:
-        return 0
-    command = f"attn-bench table {arguments.file} --into {arguments.into}"
-    print(f"{arguments.into} does not show {arguments.file}: run `{command}`", file=sys.stderr)
-    return 1
+def run_train_step(arguments: Namespace) -> int:
+    """Time training steps by attention backend; 1 if the losses differ."""
+    device = pick_device(arguments.device)
+    dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    shape = StepShape(
+        arguments.d_model,
+        arguments.layers,
+        arguments.heads,
+        arguments.batch,
+        arguments.steps,
+        dtype,
+    )
+    with one_thread(device):
+        environment = describe_environment(device)
+        print(f"train-step on {summarize(environment)}\n{shape}\n", flush=True)
+        with saving(arguments.save, environment) as save:
+            try:
+                found = time_training(shape, arguments.seqlen, arguments.backend, device)
+            except TinyLLMError as error:  # an unknown backend, or a width that has no heads
+                raise InputError(str(error)) from error
+            for each in found:
+                save(each.row)
+    print(step_table(found))
+    return exit_status([each.row for each in found])
 
 
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "flash": run_suite,
     "layer": run_suite,
+    "decode": run_suite,
+    "train-step": run_train_step,
+    "policy": file_commands.write_policy,
+    "run": run_file,
     "quick": run_quick,
+    "env": print_environment,
     "list": list_providers,
-    "table": print_table,
+    "table": file_commands.print_table,
+    "compare": file_commands.compare_files,
+    "report": file_commands.save_report,
 }

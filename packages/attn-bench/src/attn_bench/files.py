@@ -1,5 +1,6 @@
 """Files that appear whole or not at all."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +8,22 @@ from pathlib import Path
 from typing import IO
 
 from attn_bench.errors import InputError
+
+
+def check_writable(path: Path) -> None:
+    """Raise InputError if `path` is a folder, has none to lie in, or must not be written."""
+    if path.is_dir():
+        msg = f"cannot write {path}: it is a folder; give a file name."
+        raise InputError(msg)
+    if not path.parent.exists():
+        msg = f"cannot write {path}: {os.strerror(errno.ENOENT)}."
+        raise InputError(msg)
+    if not path.parent.is_dir():
+        msg = f"cannot write {path}: {os.strerror(errno.ENOTDIR)}."
+        raise InputError(msg)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        msg = f"cannot write {path}: permission denied."
+        raise InputError(msg)
 
 
 @contextmanager
@@ -19,12 +36,7 @@ def appearing_whole(path: Path) -> Iterator[IO[str]]:
     Raises:
         InputError: if `path` cannot be written.
     """
-    if path.is_dir():
-        msg = f"cannot write {path}: it is a folder; give a file name."
-        raise InputError(msg)
-    if path.exists() and not os.access(path, os.W_OK):
-        msg = f"cannot write {path}: permission denied."
-        raise InputError(msg)
+    check_writable(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         file = part.open("w", encoding="utf-8")

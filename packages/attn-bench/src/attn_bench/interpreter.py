@@ -11,13 +11,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attn_bench.case import Case
-from attn_bench.checks import Tensors
+from attn_bench.truth import Tensors
 from attn_bench.workload import Inputs, gradients
 
 # backwards of the Triton forward that run without a compiler
@@ -39,8 +40,8 @@ class Interpreted:
 
 def run_interpreted(problems: Sequence[tuple[Case, Inputs]]) -> Interpreted:
     """Run flash-kernel's Triton kernels on CPU problems in an interpreting subprocess."""
-    if importlib.util.find_spec("triton") is None:
-        reason = "Triton is not installed: install flash-kernel[triton]"
+    reason = why_not_interpreted()
+    if reason is not None:
         return Interpreted({}, "unsupported", reason)
     with tempfile.TemporaryDirectory(prefix="attn-bench-") as folder:
         sent, received = Path(folder, "problems.pt"), Path(folder, "results.pt")
@@ -59,6 +60,27 @@ def run_interpreted(problems: Sequence[tuple[Case, Inputs]]) -> Interpreted:
             for name, results in loaded.items()
         }
     )
+
+
+def why_not_interpreted() -> str | None:
+    """Return why Triton's interpreter cannot run the kernels here, None if it may."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: install flash-kernel[triton]"
+    triton, numpy = _release("triton"), _release("numpy")
+    if numpy is None:
+        return "Triton's interpreter needs numpy, which is not installed"
+    # it takes loop bounds from arrays of one dimension, which numpy 2.4 refuses
+    if triton is not None and triton < (3, 7) and numpy >= (2, 4):
+        return "the interpreter of Triton before 3.7 fails with numpy 2.4 or later: upgrade Triton"
+    return None
+
+
+def _release(distribution: str) -> tuple[int, ...] | None:
+    """Return the first two numbers of an installed version, None if it is not installed."""
+    try:
+        return tuple(int(part) for part in version(distribution).split(".")[:2])
+    except PackageNotFoundError:
+        return None
 
 
 def _run_child(sent: Path, received: Path) -> str:

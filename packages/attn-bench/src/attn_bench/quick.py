@@ -10,8 +10,7 @@
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,21 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from attn_bench.case import Case, Grid
-from attn_bench.checks import LIMITS, Oracle
+from attn_bench.case import Case
 from attn_bench.environment import summarize
-from attn_bench.interpreter import run_interpreted
+from attn_bench.grid import Grid
+from attn_bench.model_checks import (
+    check_captured,
+    check_interpreted,
+    check_table,
+    checks_to_make,
+)
 from attn_bench.providers import FLASH_PROVIDERS, Provider, pick_providers
 from attn_bench.results import Row
 from attn_bench.roofline import FLOP_CONVENTION
-from attn_bench.runner import Runner, check_provider, judged
+from attn_bench.runner import Runner
 from attn_bench.suites import FLASH_ATTENTION
-from attn_bench.tables import reasons, terminal_table
+from attn_bench.tables import terminal_table
 from attn_bench.timing import Budget
 from attn_bench.training import (
     Parity,
@@ -37,15 +41,10 @@ from attn_bench.training import (
     make_plan,
     prepare_text,
     train,
-    with_gradient,
 )
 from attn_bench.workload import Inputs
 
-CHECK_SUITE, SPEED_SUITE = "quick_check", "quick_speed"
-INTERPRETED_LENGTH = 128
-CHECK_DTYPES = ("fp32", "bf16")
-# worst first
-BAD_STATES = ("wrong", "error", "oom", "unsupported")
+SPEED_SUITE = "quick_speed"
 
 SPEED_GRIDS = {
     "cpu": Grid(
@@ -69,7 +68,10 @@ SPEED_GRIDS = {
 }
 BUDGETS = {"cpu": Budget(seconds=0.2), "cuda": Budget(seconds=0.3)}
 
-Problem = tuple[Case, Inputs]
+# what the speed table of a GPU holds: fast without compiling, so that the job takes a minute
+TIMED_ON_GPU = ("sdpa-flash", "sdpa-cudnn", "flash-auto")
+# torch.compile over attentions that are checked without it as well
+NOT_CHECKED = ("dense-compiled", "layer-compiled")
 
 
 class Report:
@@ -114,18 +116,23 @@ def quick(
         on_row: Receives every row, checks first, then speed.
     """
     plan = make_plan(device, steps)
-    providers = pick_providers(FLASH_PROVIDERS, None, device)
+    available = pick_providers(FLASH_PROVIDERS, None, device)
+    providers = [each for each in available if each.name not in NOT_CHECKED]
+    timed = [each for each in providers if device.type == "cpu" or each.name in TIMED_ON_GPU]
     cases = SPEED_GRIDS[device.type].cases()
-    checks = 2 * len(CHECK_DTYPES)  # under both masks
-    report = Report(2 * steps + (checks + len(cases)) * len(providers))
+    checks = checks_to_make(providers, device)
+    report = Report(2 * steps + len(checks) + len(cases) * len(timed))
     report.say(f"attn-bench quick on {summarize(environment)}\n")
     with tempfile.TemporaryDirectory(prefix="attn-bench-") as folder:
         parity, captured = train_both(plan, Path(folder), device, report)
-    rows = list(check_captured(captured, providers, device, report))
+    report.stage("check")
+    rows = list(check_captured(captured, checks, device, report.advance))
     if device.type == "cpu":
-        rows += check_interpreted(captured, report)
+        report.stage("Triton's interpreter")
+        rows += check_interpreted(captured)
     report.say(check_table(rows, device))
-    speed = time_providers(cases, providers, device, report)
+    speed = time_providers(cases, timed, device, report)
+    report.say(left_out(available, timed))
     for row in [*rows, *speed]:
         on_row(row)
     agrees = parity.agrees and not any(row.state in ("wrong", "error") for row in [*rows, *speed])
@@ -176,89 +183,6 @@ def parity_table(parity: Parity) -> str:
     return f"{table}\n{verdict}: {bound}\n"
 
 
-def check_captured(
-    captured: Inputs,
-    providers: Sequence[Provider],
-    device: torch.device,
-    report: Report,
-) -> Iterator[Row]:
-    """Check every provider on all captured layers, under both masks."""
-    report.stage("check")
-    for dtype, is_causal in product(CHECK_DTYPES, (True, False)):
-        torch.compiler.reset()  # as `Runner.rows` does
-        problem = as_problem(captured, dtype, is_causal=is_causal)
-        oracle = Oracle(*problem, LIMITS[device.type])
-        for provider in providers:
-            checked = check_provider(provider, CHECK_SUITE, *problem, oracle)
-            report.advance()
-            yield checked if isinstance(checked, Row) else checked.row
-
-
-def check_interpreted(captured: Inputs, report: Report) -> list[Row]:
-    """Check the Triton kernels in Triton's interpreter on slices of the first layer."""
-    report.stage("Triton's interpreter")
-    q, k, v, _ = captured
-    n = min(INTERPRETED_LENGTH, q.shape[-2])
-    whole = with_gradient([each[:1, :, :n] for each in (q, k, v)])
-    # fewer queries than keys, and a length that is no multiple of a tile
-    ragged = with_gradient([q[:1, :, : n // 2 + 1], k[:1, :, : n - 1], v[:1, :, : n - 1]])
-    problems = [
-        as_problem(whole, "fp32", is_causal=True),
-        as_problem(ragged, "fp32", is_causal=True),
-        as_problem(ragged, "fp32", is_causal=False),
-    ]
-    interpreted = run_interpreted(problems)
-    if interpreted.reason:
-        name, case = "flash-triton (interpreted)", problems[0][0]
-        return [Row(CHECK_SUITE, name, case, interpreted.state, interpreted.reason)]
-    oracles = [Oracle(*problem, LIMITS["cpu"]) for problem in problems]
-    return [
-        judged(Row(CHECK_SUITE, name, case, "ok"), oracle.check(tensors))
-        for name, results in interpreted.tensors.items()
-        for (case, _), oracle, tensors in zip(problems, oracles, results, strict=True)
-    ]
-
-
-def as_problem(inputs: Inputs, dtype: str, *, is_causal: bool) -> Problem:
-    """Return the inputs in `dtype`, and the case that describes them."""
-    batch, num_heads, seqlen_q, head_dim = inputs.q.shape
-    seqlen_k = inputs.k.shape[-2]
-    case = Case(dtype, batch, num_heads, seqlen_q, seqlen_k, head_dim, is_causal, "fwd+bwd")
-    q, k, v, do = (each.detach().to(case.torch_dtype) for each in inputs)
-    return case, Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do)
-
-
-def check_table(rows: Sequence[Row], device: torch.device) -> str:
-    """Return the worst error of each implementation and dtype over all layers and masks."""
-    body = []
-    for name, dtype in dict.fromkeys((row.provider, row.case.dtype) for row in rows):
-        own = [row for row in rows if (row.provider, row.case.dtype) == (name, dtype)]
-        states = {row.state for row in own}
-        verdict = next(
-            (s for s in ("wrong", "error", "oom", "unsupported") if s in states), "right"
-        )
-        errors = (worst(own, tensor) for tensor in ("o", "dq", "dk", "dv"))
-        body.append([name, dtype, *errors, verdict])
-    headers = ["implementation", "dtype", "o", "dq", "dk", "dv", "verdict"]
-    table = tabulate(body, headers, disable_numparse=True)
-    absent = [
-        f"{name}: unavailable: {reason}"
-        for name, provider in FLASH_PROVIDERS.items()
-        if (reason := provider.why_unavailable(device))
-    ]
-    title = "largest error against float64 on the model's own q, k, v (share of what is allowed)"
-    return "\n".join([title, table, *reasons(rows), *absent, ""])
-
-
-def worst(rows: Sequence[Row], tensor: str) -> str:
-    """Return the error nearest to its bound, with its share of the bound."""
-    pairs = [(row.errors[tensor], row.bounds[tensor]) for row in rows if tensor in row.errors]
-    if not pairs:
-        return ""
-    error, bound = max(pairs, key=lambda pair: pair[0] / max(pair[1], 1e-300))
-    return f"{error:.1e} ({error / max(bound, 1e-300):.0%})"
-
-
 def time_providers(
     cases: Sequence[Case], providers: Sequence[Provider], device: torch.device, report: Report
 ) -> list[Row]:
@@ -269,6 +193,24 @@ def time_providers(
     for row in runner.rows(cases):
         rows.append(row)
         report.advance()
+    if not rows:
+        report.say("no provider to time\n")
+        return rows
     baseline = FLASH_ATTENTION.baseline(rows)
     report.say(f"FLOPs: {FLOP_CONVENTION}\n\n{terminal_table(rows, baseline)}\n")
     return rows
+
+
+def left_out(providers: Sequence[Provider], timed: Sequence[Provider]) -> str:
+    """Return a line that says what was not timed, and on a GPU what was checked only once."""
+    names = [each.name for each in providers if each not in timed]
+    if not names:
+        return ""
+    compiling = [each.name for each in providers if each.compiles]
+    once = [name for name in compiling if name not in NOT_CHECKED]
+    unchecked = [name for name in compiling if name in NOT_CHECKED]
+    return (
+        f"left out of the speed table to stay short: {', '.join(names)} (`attn-bench flash` times "
+        f"them)\nchecked under the causal mask only, as each compiles anew: "
+        f"{', '.join(once) or 'none'}; not checked here: {', '.join(unchecked) or 'none'}\n"
+    )

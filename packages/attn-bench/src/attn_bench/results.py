@@ -12,8 +12,15 @@ from attn_bench.case import CASE_FIELDS, Case
 from attn_bench.errors import InputError
 from attn_bench.files import appearing_whole
 
-SCHEMA_VERSION = 1
-STATES = ("ok", "wrong", "unsupported", "oom", "error")
+SCHEMA_VERSION = 2
+STATES = ("ok", "unstable", "wrong", "unsupported", "oom", "error")
+TIMED_STATES = ("ok", "unstable")
+# what schema 2 added; a file of schema 1 lacks these and is read with their defaults
+NEW_ROW_FIELDS = {
+    *("semantics", "predicted_mib", "tflops_unmasked", "gb_s", "roofline_share"),
+    *("graph_ms", "cold_call_ms", "samples_ms", "note", "predicted_ms"),
+}
+NEW_CASE_FIELDS = {"num_kv_heads", "window"}
 
 
 @dataclass(frozen=True)
@@ -21,8 +28,9 @@ class Row:
     """What became of one provider on one case.
 
     Attributes:
-        state: ``ok`` is checked and timed; ``wrong`` disagreed with float64; ``unsupported`` cannot
-            do this case here; ``oom`` ran out of memory; ``error`` raised.  Only ``ok`` has times.
+        state: ``ok`` is checked and timed; ``unstable`` too, but its times drifted; ``wrong``
+            disagreed with float64; ``unsupported`` cannot do this case here; ``oom`` ran out of
+            memory, or would have; ``error`` raised.  Only the first two have times.
         detail: Why, for every state but ``ok``.
         checked: What the check compared.
         errors: Largest absolute error against float64 of o, dq, dk, dv.
@@ -33,6 +41,16 @@ class Row:
         peak_mib: Memory of one run beyond its inputs, in MiB.
         repetitions: Number of timed runs.
         is_performance: False on a CPU, whose times say nothing about a GPU kernel.
+        semantics: What was computed: mask, alignment, scale, layout, whether repeats are equal.
+        predicted_mib: What `attn_bench.memory` expected peak_mib to be.
+        tflops_unmasked: By the other convention, which counts hidden pairs as work too.
+        gb_s: Bytes of inputs and results over the median, in GB/s.
+        roofline_share: The time that the measured ceilings of this device allow, over the median.
+        graph_ms: Milliseconds of a replay in a CUDA graph, with a warm L2, for short forwards.
+        cold_call_ms: Milliseconds of the first call in a new process with empty compiler caches.
+        samples_ms: Up to 40 of the timed runs, in the order they ran.
+        predicted_ms: Of a training step, what the attention's own times say that it should take.
+        note: Anything else worth knowing, such as why there is no graph.
     """
 
     suite: str
@@ -51,12 +69,22 @@ class Row:
     peak_mib: float | None = None
     repetitions: int = 0
     is_performance: bool = False
+    semantics: dict[str, Any] = field(default_factory=dict)
+    predicted_mib: float | None = None
+    tflops_unmasked: float | None = None
+    gb_s: float | None = None
+    roofline_share: float | None = None
+    graph_ms: float | None = None
+    cold_call_ms: float | None = None
+    samples_ms: tuple[float, ...] = ()
+    note: str = ""
+    predicted_ms: float | None = None
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
             msg = f"`state` must be one of {', '.join(STATES)}, got {self.state!r}."
             raise InputError(msg)
-        if self.state != "ok" and self.median_ms is not None:
+        if self.state not in TIMED_STATES and self.median_ms is not None:
             msg = f"a row of state {self.state!r} must not carry a time."
             raise InputError(msg)
 
@@ -72,6 +100,11 @@ class Row:
             tflops=None,
             peak_mib=None,
             repetitions=0,
+            tflops_unmasked=None,
+            gb_s=None,
+            roofline_share=None,
+            graph_ms=None,
+            samples_ms=(),
         )
 
 
@@ -84,11 +117,15 @@ class Results:
 
 
 class RowWriter:
-    """Writes a result file line by line: the environment at once, then rows."""
+    """Writes a result file line by line: the environment at once, then rows.
 
-    def __init__(self, file: IO[str], environment: dict[str, Any]) -> None:
+    Without an environment it goes on with a file that has one.
+    """
+
+    def __init__(self, file: IO[str], environment: dict[str, Any] | None) -> None:
         self._file = file
-        self._write({"kind": "environment", "schema": SCHEMA_VERSION, **environment})
+        if environment is not None:
+            self._write({"kind": "environment", "schema": SCHEMA_VERSION, **environment})
 
     def write(self, row: Row) -> None:
         """Append one row."""
@@ -98,6 +135,7 @@ class RowWriter:
 
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
 
 
 @contextmanager
@@ -116,17 +154,24 @@ def saving(path: Path | None, environment: dict[str, Any]) -> Iterator[Callable[
         yield RowWriter(file, environment).write
 
 
-def read_results(path: Path) -> Results:
+def read_results(path: Path, *, is_partial: bool = False) -> Results:
     """Read a result file.
 
+    Args:
+        path: The file.
+        is_partial: Whether its last line may be cut off, as an interruption leaves it; it is then
+            left out.
+
     Raises:
-        InputError: if there is no such file, or it is not a result file of this schema.
+        InputError: if there is no such file, or it is not a result file of a known schema.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         msg = f"cannot read {path}: {getattr(error, 'strerror', None) or error}."
         raise InputError(msg) from error
+    if is_partial and lines and not lines[-1].endswith("\n"):
+        del lines[-1]
     records = [_record(path, number, line) for number, line in enumerate(lines, 1)]
     if not records or records[0].get("kind") != "environment":
         msg = f"{path} is not a result file of attn-bench: its first line is no environment."
@@ -134,10 +179,10 @@ def read_results(path: Path) -> Results:
     environment = dict(records[0])
     del environment["kind"]
     schema = environment.pop("schema", None)
-    if schema != SCHEMA_VERSION:
-        msg = f"{path} has schema {schema!r}; this attn-bench reads schema {SCHEMA_VERSION}."
+    if schema not in (1, SCHEMA_VERSION):
+        msg = f"{path} has schema {schema!r}; this attn-bench reads schemas 1 and {SCHEMA_VERSION}."
         raise InputError(msg)
-    return Results(environment, tuple(_rows(path, records[1:])))
+    return Results(environment, tuple(_rows(path, records[1:], schema)))
 
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -152,16 +197,20 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     return record
 
 
-def _rows(path: Path, records: Iterable[dict[str, Any]]) -> Iterable[Row]:
+def _rows(path: Path, records: Iterable[dict[str, Any]], schema: int) -> Iterable[Row]:
     known = {each.name for each in fields(Row)} | {"kind"}
+    case_fields = set(CASE_FIELDS)
+    if schema == 1:
+        known, case_fields = known - NEW_ROW_FIELDS, case_fields - NEW_CASE_FIELDS
     for number, record in enumerate(records, 2):
         case = record.get("case")
         if record.get("kind") != "row" or set(record) != known or not isinstance(case, dict):
-            msg = f"{path} line {number} is not a row of schema {SCHEMA_VERSION}."
+            msg = f"{path} line {number} is not a row of schema {schema}."
             raise InputError(msg)
-        if set(case) != set(CASE_FIELDS):
-            msg = f"{path} line {number}: a case has the fields {', '.join(CASE_FIELDS)}."
+        if set(case) != case_fields:
+            msg = f"{path} line {number}: a case has the fields {', '.join(sorted(case_fields))}."
             raise InputError(msg)
         values = {name: record[name] for name in known - {"kind", "case", "errors"}}
+        values["samples_ms"] = tuple(values.get("samples_ms", ()))
         errors = {name: float(error) for name, error in record["errors"].items()}
         yield Row(case=Case(**case), errors=errors, **values)

@@ -8,13 +8,26 @@ from itertools import groupby
 import torch
 
 from attn_bench.case import Case
-from attn_bench.checks import LIMITS, Check, Oracle, Tensors
+from attn_bench.checks import LIMITS, Check, Oracle
+from attn_bench.cold_start import cold_call_milliseconds
 from attn_bench.failures import explained, failure_state, one_line
+from attn_bench.graphs import SHORT_MS, replay_milliseconds
+from attn_bench.memory import predicted_mib, why_too_large
 from attn_bench.providers import Attention, Provider
 from attn_bench.results import Row
-from attn_bench.roofline import tflops
+from attn_bench.roofline import (
+    Ceilings,
+    attention_bytes,
+    attention_flops,
+    tflops,
+    unmasked_flops,
+)
 from attn_bench.timing import Budget, Clock, peak_mib, time_interleaved, wall_milliseconds
-from attn_bench.workload import Inputs, gradients, make_inputs, make_workload
+from attn_bench.truth import Tensors
+from attn_bench.workload import Inputs, Workload, gradients, make_inputs, make_workload
+
+# a row is unstable if its rounds' medians differ by more than this factor
+STEADY = 1.15
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,7 @@ class Ready:
 
     attention: Attention
     row: Row
+    provider: Provider
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,8 @@ class Runner:
     providers: Sequence[Provider]
     device: torch.device
     budget: Budget = field(default_factory=Budget)
+    ceilings: Ceilings | None = None
+    is_cold_start_timed: bool = False
 
     def rows(self, cases: Iterable[Case]) -> Iterator[Row]:
         """Yield one row per case and provider.
@@ -63,14 +79,34 @@ class Runner:
         for case in cases:
             timed = time_case(case, ready, inputs, clock, self.budget)
             for name, each in checked.items():
-                yield replace(each, case=case) if isinstance(each, Row) else timed[name]
+                row = replace(each, case=case) if isinstance(each, Row) else timed[name]
+                yield self._rated(row)
 
     def _check(
         self, provider: Provider, shape: Case, inputs: Inputs, oracle: Oracle
     ) -> Ready | Row:
         checked = check_provider(provider, self.suite, shape, inputs, oracle)
         self._release()
-        return checked
+        if isinstance(checked, Row) or not self.is_cold_start_timed:
+            return checked
+        cold = cold_call_milliseconds(provider.name, shape, self.device)
+        note = cold if isinstance(cold, str) else ""
+        cold_ms = None if isinstance(cold, str) else cold
+        return replace(checked, row=replace(checked.row, cold_call_ms=cold_ms, note=note))
+
+    def _rated(self, row: Row) -> Row:
+        """Return the row with its rates, and its share of the ceilings if those are known."""
+        if row.median_ms is None:
+            return row
+        ceilings = self.ceilings
+        share = None if ceilings is None else ceilings.least_milliseconds(row.case) / row.median_ms
+        return replace(
+            row,
+            tflops=tflops(attention_flops(row.case), row.median_ms),
+            tflops_unmasked=tflops(unmasked_flops(row.case), row.median_ms),
+            gb_s=attention_bytes(row.case) / (row.median_ms * 1e-3) / 1e9,
+            roofline_share=share,
+        )
 
     def _release(self) -> None:
         """Give cached blocks back: one provider's garbage is not another's out-of-memory."""
@@ -83,19 +119,31 @@ def check_provider(
 ) -> Ready | Row:
     """Build and check one provider; return it ready to be timed, or the row that says why not."""
     device = inputs.q.device
-    row = Row(suite, provider.name, shape, "ok", is_performance=device.type == "cuda")
-    reason = provider.why_unavailable(device) or provider.why_unsupported(shape)
+    row = Row(
+        suite,
+        provider.name,
+        shape,
+        "ok",
+        is_performance=device.type == "cuda",
+        semantics=semantics_of(provider),
+    )
+    reason = provider.why_not(shape, device)
     if reason is not None:
         return row.failed("unsupported", reason)
+    too_large = why_too_large(replace(shape, mode="fwd+bwd"), provider, device)
+    if too_large is not None:
+        return row.failed("oom", too_large)
+
+    call_first = first_call if provider.has_backward else first_forward
 
     def call(case: Case, other: Inputs) -> Tensors:
-        return first_call(provider.build(case, device), other)[0]
+        return call_first(provider.build(case, device), other)[0]
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             attention = provider.build(shape, device)
-            tensors, first_call_ms = first_call(attention, inputs)
+            tensors, first_call_ms = call_first(attention, inputs)
             check = oracle.check(tensors, call)
         except Exception as error:  # a provider is foreign code, and its failure is a result
             detail = f"while being checked: {explained(error, caught)}"
@@ -103,7 +151,17 @@ def check_provider(
     for each in caught:
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     row = judged(replace(row, first_call_ms=first_call_ms), check)
-    return Ready(attention, row) if row.state == "ok" else row
+    return Ready(attention, row, provider) if row.state == "ok" else row
+
+
+def semantics_of(provider: Provider) -> dict[str, str | bool | None]:
+    """Return what, beside the case, two rows must share so that their times can be compared."""
+    return {
+        "alignment": "bottom-right",
+        "scale": "1/sqrt(head_dim)",
+        "layout": provider.layout,
+        "deterministic": provider.deterministic,
+    }
 
 
 def judged(row: Row, check: Check) -> Row:
@@ -124,6 +182,18 @@ def first_call(attention: Attention, inputs: Inputs) -> tuple[Tensors, float]:
     return results[0], milliseconds
 
 
+def first_forward(attention: Attention, inputs: Inputs) -> tuple[Tensors, float]:
+    """Return the output alone, and the wall time of this first forward in ms."""
+    results: list[Tensors] = []
+
+    def run() -> None:
+        with torch.no_grad():
+            results.append(Tensors(attention(inputs.q, inputs.k, inputs.v), None, None, None))
+
+    milliseconds = wall_milliseconds(run, inputs.q.device)
+    return results[0], milliseconds
+
+
 def time_case(
     case: Case, ready: dict[str, Ready], inputs: Inputs, clock: Clock, budget: Budget
 ) -> dict[str, Row]:
@@ -133,22 +203,39 @@ def time_case(
     def fail(name: str, error: Exception) -> None:
         rows[name] = rows[name].failed(failure_state(error), f"while timed: {one_line(error)}")
 
-    workloads = {
-        name: make_workload(case.mode, each.attention, inputs) for name, each in ready.items()
-    }
+    workloads = {}
+    for name, each in ready.items():
+        if case.mode != "fwd" and not each.provider.has_backward:
+            rows[name] = rows[name].failed("unsupported", "it has no backward")
+        else:
+            workloads[name] = make_workload(case.mode, each.attention, inputs)
     for name, timing in time_interleaved(workloads, clock, budget, fail).items():
         try:
             peak = peak_mib(workloads[name], inputs.q.device)
         except Exception as error:
             fail(name, error)
             continue
+        is_unstable = rows[name].is_performance and timing.drift > STEADY
         rows[name] = replace(
             rows[name],
+            state="unstable" if is_unstable else "ok",
+            detail=f"the rounds' medians differ by {timing.drift - 1:.0%}" if is_unstable else "",
             median_ms=timing.median_ms,
             p20_ms=timing.p20_ms,
             p80_ms=timing.p80_ms,
-            tflops=tflops(case, timing.median_ms),
             peak_mib=peak,
+            predicted_mib=predicted_mib(case, ready[name].provider),
             repetitions=timing.repetitions,
+            samples_ms=timing.samples,
         )
+        if case.mode == "fwd" and rows[name].is_performance and timing.median_ms < SHORT_MS:
+            rows[name] = with_graph(rows[name], workloads[name], inputs.q.device)
     return rows
+
+
+def with_graph(row: Row, workload: Workload, device: torch.device) -> Row:
+    """Return the row with the time of a replay, or with a note that it cannot be captured."""
+    try:
+        return replace(row, graph_ms=replay_milliseconds(workload, device))
+    except Exception as error:  # foreign code that may do what a capture forbids
+        return replace(row, note=f"not captured in a CUDA graph: {one_line(error)}")

@@ -1,11 +1,13 @@
 """Rows as text: a table for the terminal, and a Markdown table for a README."""
 
+import csv
+import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tabulate import tabulate
 
-from attn_bench.case import Case, check_name, lengths
+from attn_bench.case import CASE_FIELDS, Case, check_name, heads, lengths, mask_name
 from attn_bench.environment import summarize
 from attn_bench.errors import InputError
 from attn_bench.results import Results, Row
@@ -16,6 +18,7 @@ NOT_PERFORMANCE = "CPU: not a performance figure"
 Metric = tuple[str, Callable[[Row], float | None], str, Callable[[Iterable[float]], float]]
 METRICS: dict[str, Metric] = {
     "tflops": ("TFLOP/s", lambda row: row.tflops, ".0f", max),
+    "gb_s": ("GB/s", lambda row: row.gb_s, ".0f", max),
     "ms": ("median ms", lambda row: row.median_ms, ".3g", min),
     "memory": ("peak MiB beyond the inputs", lambda row: row.peak_mib, ".0f", min),
 }
@@ -29,8 +32,8 @@ def terminal_table(rows: Sequence[Row], baseline: str) -> str:
     references = {row.case: row.median_ms for row in rows if row.provider == baseline}
     body = [_cells(row, references.get(row.case), is_first) for row, is_first in _grouped(rows)]
     headers = [
-        *("case", "provider", "median ms", "p20-p80", "TFLOP/s"),
-        *("peak MiB", "error (allowed)", f"x {baseline}", "first call s"),
+        *("case", "provider", "median ms", "p20-p80", "TFLOP/s", "GB/s"),
+        *("roofline", "peak MiB", "error (allowed)", f"x {baseline}", "first call s"),
     ]
     text = tabulate(body, headers, tablefmt="simple", disable_numparse=True, stralign="right")
     if not any(row.is_performance for row in rows):
@@ -39,9 +42,11 @@ def terminal_table(rows: Sequence[Row], baseline: str) -> str:
 
 
 def reasons(rows: Iterable[Row]) -> list[str]:
-    """Return, once each, why a row is not ``ok``."""
-    texts = (f"{row.provider}: {row.state}: {row.detail}" for row in rows if row.detail)
-    return list(dict.fromkeys(texts))
+    """Return, once each, why a row is not ``ok``, and notes on it."""
+    rows = list(rows)
+    texts = [f"{row.provider}: {row.state}: {row.detail}" for row in rows if row.detail]
+    notes = [f"{row.provider}: {row.note}" for row in rows if row.note]
+    return list(dict.fromkeys([*texts, *notes]))
 
 
 def _grouped(rows: Sequence[Row]) -> Iterable[tuple[Row, bool]]:
@@ -53,9 +58,10 @@ def _grouped(rows: Sequence[Row]) -> Iterable[tuple[Row, bool]]:
 
 
 def _cells(row: Row, reference_ms: float | None, is_first: bool) -> list[str]:
-    name = [str(row.case) if is_first else "", row.provider]
+    mark = "~" if row.state == "unstable" else ""
+    name = [str(row.case) if is_first else "", f"{mark}{row.provider}"]
     if row.median_ms is None:
-        return [*name, row.state, "", "", "", worst_error(row), "", ""]
+        return [*name, row.state, "", "", "", "", "", worst_error(row), "", ""]
     peak = row.peak_mib or 0.0
     ratio = f"{reference_ms / row.median_ms:.2f}" if reference_ms is not None else ""
     return [
@@ -63,6 +69,8 @@ def _cells(row: Row, reference_ms: float | None, is_first: bool) -> list[str]:
         f"{row.median_ms:.3f}",
         f"{row.p20_ms:.3f}-{row.p80_ms:.3f}",
         f"{row.tflops:.3g}",
+        "" if row.gb_s is None else f"{row.gb_s:.3g}",
+        "" if row.roofline_share is None else f"{row.roofline_share:.0%}",
         f"{peak:.3g}" if peak < 1000 else f"{peak:.0f}",
         worst_error(row),
         ratio,
@@ -101,6 +109,26 @@ def markdown(results: Results, metric: str = "tflops") -> str:
     return "\n\n".join(sections) + "\n"
 
 
+def as_csv(results: Results) -> str:
+    """Return every row as comma-separated values: case, state, figures, errors and the device."""
+    columns = [
+        *("suite", "provider", *CASE_FIELDS, "state", "detail"),
+        *("median_ms", "p20_ms", "p80_ms", "tflops", "tflops_unmasked", "gb_s", "roofline_share"),
+        *("peak_mib", "predicted_mib", "graph_ms", "first_call_ms", "cold_call_ms"),
+        *("repetitions", "is_performance"),
+        *(f"{kind}_{name}" for name in ("o", "dq", "dk", "dv") for kind in ("error", "allowed")),
+        *("device", "torch", "commit"),
+    ]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for row in results.rows:
+        errors = {f"error_{name}": value for name, value in row.errors.items()}
+        bounds = {f"allowed_{name}": value for name, value in row.bounds.items()}
+        writer.writerow({**results.environment, **vars(row), **vars(row.case), **errors, **bounds})
+    return text.getvalue()
+
+
 def _pivot(rows: Sequence[Row], metric: str) -> str:
     providers = list(dict.fromkeys(row.provider for row in rows))
     cells = {(row.case, row.provider): row for row in rows}
@@ -114,9 +142,8 @@ def _pivot(rows: Sequence[Row], metric: str) -> str:
 
 
 def _shape_cells(case: Case) -> list[str]:
-    mask = "causal" if case.is_causal else "full"
-    heads = f"{case.batch} x {case.num_heads}"
-    return [case.dtype, str(case.head_dim), mask, lengths(case), heads]
+    batch = f"{case.batch} x {heads(case)}"
+    return [case.dtype, str(case.head_dim), mask_name(case), lengths(case), batch]
 
 
 def _metric_cells(line: Sequence[Row | None], metric: str) -> list[str]:
@@ -130,7 +157,8 @@ def _metric_cells(line: Sequence[Row | None], metric: str) -> list[str]:
         elif value is None:
             cells.append(row.state)
         else:
-            cells.append(f"**{value:{form}}**" if value == best else f"{value:{form}}")
+            text = f"**{value:{form}}**" if value == best else f"{value:{form}}"
+            cells.append(f"~{text}" if row.state == "unstable" else text)
     return cells
 
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from attn_bench.workload import Workload
 
 ROUNDS = 5
+# of all runs, this many are kept for statistics at most
+SAMPLES = 40
 MIB = 2**20
 
 
@@ -35,12 +37,17 @@ class Budget:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a run: the median, and the 20th and 80th percentile."""
+    """Milliseconds of a run: the median, and the 20th and 80th percentile.
+
+    `drift` is the largest median of a round over the smallest: 1 if the clock held still.
+    """
 
     median_ms: float
     p20_ms: float
     p80_ms: float
     repetitions: int
+    drift: float = 1.0
+    samples: tuple[float, ...] = ()
 
 
 class Clock:
@@ -60,7 +67,7 @@ class Clock:
             start = time.perf_counter()
             workload.run(state)
             return (time.perf_counter() - start) * 1e3
-        begin, end = _timed_event(), _timed_event()
+        begin, end = timed_event(), timed_event()
         torch.cuda.synchronize(self._device)
         self._evict.zero_()
         begin.record()
@@ -70,7 +77,8 @@ class Clock:
         return float(begin.elapsed_time(end))
 
 
-def _timed_event() -> torch.cuda.Event:
+def timed_event() -> torch.cuda.Event:
+    """Return an event that can be subtracted from another."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
@@ -125,7 +133,25 @@ def time_interleaved(
 def summarize(milliseconds: list[float]) -> Timing:
     """Return the median and the 20th and 80th percentile of at least two samples."""
     fifths = statistics.quantiles(milliseconds, n=5, method="inclusive")
-    return Timing(statistics.median(milliseconds), fifths[0], fifths[-1], len(milliseconds))
+    count = len(milliseconds)
+    return Timing(
+        statistics.median(milliseconds),
+        fifths[0],
+        fifths[-1],
+        count,
+        drift_of(milliseconds),
+        tuple(milliseconds[:: -(-count // SAMPLES)]),
+    )
+
+
+def drift_of(milliseconds: list[float]) -> float:
+    """Return the largest median of the `ROUNDS` consecutive parts over the smallest."""
+    length = len(milliseconds) // ROUNDS
+    if length == 0:
+        return 1.0
+    rounds = (milliseconds[i * length : (i + 1) * length] for i in range(ROUNDS))
+    medians = [statistics.median(each) for each in rounds]
+    return max(medians) / max(min(medians), 1e-9)
 
 
 def peak_mib(workload: Workload, device: torch.device) -> float:

@@ -11,7 +11,7 @@ from attn_bench.providers import Attention
 
 
 class Inputs(NamedTuple):
-    """Queries and the gradient of o ``[B, H, M, D]``, keys and values ``[B, H, N, D]``."""
+    """Queries and the gradient of o ``[B, H, M, D]``, keys and values ``[B, H_kv, N, D]``."""
 
     q: Tensor
     k: Tensor
@@ -30,12 +30,13 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """Return normal random inputs; q, k and v require gradients."""
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(seqlen: int) -> Tensor:
-        shape = (case.batch, case.num_heads, seqlen, case.head_dim)
+    def normal(heads: int, seqlen: int) -> Tensor:
+        shape = (case.batch, heads, seqlen, case.head_dim)
         return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
-    q, k, v = (normal(n).requires_grad_() for n in (case.seqlen_q, case.seqlen_k, case.seqlen_k))
-    return Inputs(q, k, v, normal(case.seqlen_q))
+    q = normal(case.num_heads, case.seqlen_q).requires_grad_()
+    k, v = (normal(case.kv_heads, case.seqlen_k).requires_grad_() for _ in "kv")
+    return Inputs(q, k, v, normal(case.num_heads, case.seqlen_q))
 
 
 def gradients(o: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ FLASH_ATTENTION = Suite(
     command="flash",
     name="flash_attention",
     summary="flash-kernel against torch's attentions, forward and backward",
-    providers=FLASH_PROVIDERS,
+    own_providers=FLASH_PROVIDERS,
     baselines=("sdpa-flash", "sdpa", "dense-eager"),
+    takes_plugins=True,
 )

@@ -1,0 +1,133 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from attn_bench.case import Case
+from attn_bench.cli import main
+from attn_bench.errors import InputError
+from attn_bench.policy import policy_of
+from attn_bench.results import Results, Row, read_results, saving
+from attn_bench.train_step import Step, StepShape, predicted
+from flash_kernel import attention_reference
+from tiny_llm import attention
+
+SHAPE = StepShape(64, num_layers=3, num_heads=2, batch_size=1, steps=2, dtype="fp32")
+SMALL = ["--d-model", "32", "--layers", "1", "--heads", "1", "--batch", "1", "--seqlen", "16"]
+CASE = SHAPE.case(16)
+
+
+def step(provider: str, milliseconds: float, attention_ms: float, *losses: float) -> Step:
+    row = Row("train_step", provider, CASE, "ok", median_ms=milliseconds)
+    return Step(row, attention_ms, losses)
+
+
+def test_a_step_is_predicted_from_what_is_not_attention() -> None:
+    first = step("eager", 10.0, 2.0, 5.0, 4.0)
+    other = predicted(step("flash", 7.5, 1.0, 5.0, 4.0), first, SHAPE)
+    assert other.row.predicted_ms == pytest.approx(10 - 3 * 2 + 3 * 1)
+    assert other.row.state == "ok"
+    assert predicted(first, first, SHAPE).row.predicted_ms == pytest.approx(10.0)
+
+
+def test_a_backend_whose_losses_differ_is_wrong_and_has_no_time() -> None:
+    first = step("eager", 10.0, 2.0, 5.0, 4.0)
+    for losses in ((5.0, 4.001), (5.0, float("nan"))):
+        other = predicted(step("flash", 7.0, 1.0, *losses), first, SHAPE)
+        assert other.row.state == "wrong"
+        assert other.row.median_ms is None
+        assert "losses differ from eager's by" in other.row.detail
+    half = predicted(step("flash", 7.0, 1.0, 5.0, 4.001), first, replace(SHAPE, dtype="bf16"))
+    assert half.row.state == "ok"
+
+
+def test_train_step_times_every_backend_and_saves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    run = ["--steps", "2", "--device", "cpu", "--save", str(path)]
+    assert main(["train-step", *SMALL, *run]) == 0
+    out = capsys.readouterr().out
+    assert "predicted ms" in out
+    rows = read_results(path).rows
+    assert [(row.provider, row.state) for row in rows] == [
+        *(("eager", "ok"), ("sdpa", "ok"), ("flash", "ok"))
+    ]
+    assert rows[0].predicted_ms == pytest.approx(rows[0].median_ms)
+
+
+def test_train_step_fails_on_a_backend_that_forgets_the_mask(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def forgets(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        return attention_reference(q, k, v, is_causal=False)[0]
+
+    attention.register("forgets", forgets)
+    try:
+        run = ["--backend", "eager", "forgets", "--steps", "2", "--device", "cpu"]
+        assert main(["train-step", *SMALL, *run]) == 1
+    finally:
+        attention.unregister("forgets")
+    assert "losses differ from eager's by" in capsys.readouterr().out
+    assert main(["train-step", "--backend", "forgets", "--device", "cpu"]) == 2
+    assert "unknown attention 'forgets'" in capsys.readouterr().err
+
+
+def test_a_backend_that_raises_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
+    def raises(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        raise RuntimeError("illegal memory access")
+
+    path = tmp_path / "steps.jsonl"
+    attention.register("raises", raises)
+    try:
+        run = ["--backend", "eager", "raises", "sdpa", "--steps", "2", "--device", "cpu"]
+        assert main(["train-step", *SMALL, *run, "--save", str(path)]) == 1
+    finally:
+        attention.unregister("raises")
+    rows = read_results(path).rows
+    assert [row.state for row in rows] == ["ok", "error", "ok"]
+    assert rows[1].detail == "RuntimeError: illegal memory access"
+
+
+def timed(provider: str, mode: str, n: int, milliseconds: float) -> Row:
+    case = Case("bf16", 1, 16, n, n, 64, True, mode)
+    return Row("flash_attention", provider, case, "ok", median_ms=milliseconds)
+
+
+ROWS = (
+    timed("sdpa", "fwd", 512, 1.0),
+    timed("sdpa", "bwd", 512, 4.0),
+    timed("flash-auto", "fwd", 512, 2.0),
+    timed("flash-auto", "bwd", 512, 2.0),
+    timed("sdpa", "fwd+bwd", 4096, 8.0),
+    timed("flash-auto", "fwd+bwd", 4096, 9.0),
+    timed("sdpa-cudnn", "fwd+bwd", 4096, 1.0),
+    timed("flex", "fwd+bwd", 128, 1.0),
+)
+
+
+def test_the_policy_orders_backends_by_forward_and_backward_together() -> None:
+    policy = policy_of(Results({"device": "a GPU"}, ROWS))
+    short, long = policy["classes"]
+    assert (short["max_seqlen"], short["prefer"]) == (512, ["flash", "sdpa"])
+    assert short["milliseconds"] == {"flash": 4.0, "sdpa": 5.0}
+    assert (long["max_seqlen"], long["prefer"]) == (4096, ["sdpa", "flash"])
+    assert policy["device"] == "a GPU"
+
+
+def test_policy_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, policy = tmp_path / "r.jsonl", tmp_path / "policy.json"
+    with saving(path, {"device": "a GPU"}) as save:
+        for row in ROWS:
+            save(row)
+    assert main(["policy", str(path), "--into", str(policy)]) == 0
+    assert json.loads(policy.read_text())["kind"] == "attention-policy"
+    assert main(["policy", str(path)]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(policy.read_text())
+
+
+def test_one_backend_is_no_policy() -> None:
+    with pytest.raises(InputError, match="no case has times of two backends"):
+        policy_of(Results({}, ROWS[:2]))
