@@ -4,17 +4,23 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import tiny_llm
 from tiny_llm import attention
 from tiny_llm.attention.eager import scaled_dot_product_attention
 from tiny_llm.checkpoint import load_checkpoint
 from tiny_llm.cli import main
 
 SMALL = ["--d-model", "16", "--num-layers", "1", "--num-heads", "2", "--d-ff", "16"]
-SMALL += ["--seq-len", "16", "--batch-size", "2", "--device", "cpu"]
+SMALL += ["--seq-len", "16", "--batch-size", "2"]
+# where there is a GPU the commands would take it
+CPU = ["--device", "cpu"]
+# a child process finds the package whether it is installed or merely on a relative PYTHONPATH
+SOURCES = str(Path(tiny_llm.__file__).resolve().parents[1])
 
 
 @pytest.fixture
@@ -30,7 +36,7 @@ def tokens(workdir):
 
 
 def train(*arguments):
-    return main(["train", "--tokens", "tokens.bin", *arguments])
+    return main(["train", "--tokens", "tokens.bin", *CPU, *arguments])
 
 
 @pytest.fixture
@@ -41,8 +47,8 @@ def trained(tokens):
 
 def test_the_three_commands_lead_from_the_standard_library_to_text(trained, capsys):
     capsys.readouterr()
-    arguments = ["--checkpoint", trained, "--prompt", "déf ", "--max-new-tokens", "5"]
-    assert main(["generate", *arguments, "--device", "cpu"]) == 0
+    arguments = ["--checkpoint", trained, "--prompt", "déf ", "--max-new-tokens", "5", *CPU]
+    assert main(["generate", *arguments]) == 0
     first = capsys.readouterr().out
     assert first.startswith("déf ")
     assert main(["generate", *arguments]) == 0
@@ -71,7 +77,7 @@ def test_prepare_shows_a_progress_bar_and_counts(workdir, capsys):
 
 def test_prompt_may_be_empty(trained, capsys):
     capsys.readouterr()
-    arguments = ["--checkpoint", trained, "--max-new-tokens", "0"]
+    arguments = ["--checkpoint", trained, "--max-new-tokens", "0", *CPU]
     assert main(["generate", *arguments]) == 0
     assert capsys.readouterr().out == "\n"
 
@@ -213,7 +219,7 @@ def workdir_with_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
     tokens, run = str(folder / "tokens.bin"), str(folder / "runs" / "x")
     assert main(["prepare", "--out", tokens, "--max-bytes", "50000"]) == 0
-    assert main(["train", "--tokens", tokens, "--out", run, "--steps", "1", *SMALL]) == 0
+    assert main(["train", "--tokens", tokens, "--out", run, "--steps", "1", *SMALL, *CPU]) == 0
     return folder
 
 
@@ -226,6 +232,8 @@ def test_mistake_is_one_line_with_status_2_and_leaves_nothing_behind(
     monkeypatch.chdir(folder)
     before = sorted(folder.rglob("*"))
     arguments, message = MISTAKES[mistake]
+    if {"train", "generate"} & set(arguments) and "--device" not in arguments:
+        arguments = [*arguments, *CPU]
     capsys.readouterr()
 
     try:
@@ -245,8 +253,8 @@ def test_mistake_is_one_line_with_status_2_and_leaves_nothing_behind(
 
 
 def test_output_is_text_whatever_the_terminal_can_show(trained):
-    command = [sys.executable, "-m", "tiny_llm", "generate", "--checkpoint", trained]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "tiny_llm", "generate", "--checkpoint", trained, *CPU]
+    environment = {**os.environ, "PYTHONPATH": SOURCES, "PYTHONIOENCODING": "ascii"}
     arguments = ["--prompt", "déf ", "--max-new-tokens", "3"]
     done = subprocess.run([*command, *arguments], capture_output=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -254,8 +262,10 @@ def test_output_is_text_whatever_the_terminal_can_show(trained):
 
 
 def test_closed_output_ends_quietly(trained):
-    command = [sys.executable, "-m", "tiny_llm", "generate", "--checkpoint", trained]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "tiny_llm", "generate", "--checkpoint", trained, *CPU]
+    environment = {**os.environ, "PYTHONPATH": SOURCES}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment)
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
@@ -266,14 +276,15 @@ def test_closed_output_ends_quietly(trained):
 def test_resuming_on_other_tokens_is_refused(trained, workdir, capsys):
     (workdir / "other.txt").write_bytes(bytes(100))
     assert main(["prepare", "other.txt", "--out", "other.bin"]) == 0
-    assert main(["train", "--tokens", "other.bin", "--out", trained, "--resume"]) == 2
+    assert main(["train", "--tokens", "other.bin", "--out", trained, "--resume", *CPU]) == 2
     err = capsys.readouterr().err
     assert "other.bin is not the token file that runs/x/checkpoint.pt was trained on" in err
 
 
 def test_module_runs_as_the_command_and_help_needs_no_torch(workdir):
     (workdir / "torch.py").write_text("raise ImportError('torch was imported')")
-    environment = {**os.environ, "PYTHONPATH": str(workdir)}
+    path = os.pathsep.join([str(workdir), SOURCES])
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-m", "tiny_llm", "train", "--help"],
         capture_output=True,
