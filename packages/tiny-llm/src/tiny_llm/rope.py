@@ -41,19 +41,35 @@ class RotaryEmbedding(nn.Module):
         self._cos = angles.cos().float()
         self._sin = angles.sin().float()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x ``[..., T, D]`` with row t rotated to position t, in x's dtype.
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return x ``[..., T, D]`` with each row rotated to its position, in x's dtype.
+
+        Args:
+            x: Rows to rotate; with positions ``[B, T]`` of shape ``[B, H, T, D]``.
+            positions: int64 ``[T]`` or ``[B, T]``; by default 0 to T - 1.
 
         Raises:
-            ConfigError: T is larger than `max_seq_len`.
+            ConfigError: A position is `max_seq_len` or above (checked on the CPU only; a GPU
+                would have to be waited for).
         """
         seq_len = x.shape[-2]
+        if positions is None:
+            self._check(seq_len)
+        elif positions.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check(int(positions.max()) + 1)
+        if self._cos.device != x.device:
+            self._cos, self._sin = self._cos.to(x.device), self._sin.to(x.device)
+        if positions is None:
+            return rotate(x, self._cos[:seq_len], self._sin[:seq_len])
+        cos, sin = self._cos[positions], self._sin[positions]  # [(B,) T, D/2]
+        if positions.ndim == 2:
+            cos, sin = cos[:, None], sin[:, None]  # [B, 1, T, D/2]: the same for every head
+        return rotate(x, cos, sin)
+
+    def _check(self, seq_len: int) -> None:
         if seq_len > self.max_seq_len:
             message = f"the model sees at most {self.max_seq_len} tokens, got {seq_len}"
             raise ConfigError(message)
-        if self._cos.device != x.device:
-            self._cos, self._sin = self._cos.to(x.device), self._sin.to(x.device)
-        return rotate(x, self._cos[:seq_len], self._sin[:seq_len])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
