@@ -166,7 +166,7 @@ def change(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "tiny-llm checkpoint 0"}, "made by another version"),
+        ({"format": "tiny-llm checkpoint 1"}, "made by another version"),
         ({"model_config": {"d_model": 0}}, "is not complete: `d_model` must be at least 1, got 0"),
         ({"training_config": {"colour": "red"}}, r"is not complete: .* 'colour'"),
     ],
@@ -188,7 +188,7 @@ def test_loading_is_strict_about_names_and_shapes_of_weights(saved):
 
 
 def test_foreign_optimizer_state_is_refused(saved):
-    change(saved, optimizer={"state": {}, "param_groups": []})
+    change(saved, optimizer={"colour": {"step": torch.tensor(1.0)}})
     checkpoint = load_checkpoint(saved)
     with pytest.raises(FormatError, match="optimizer state that does not fit"):
         checkpoint.build_optimizer(checkpoint.build_model(device="cpu"))

@@ -147,7 +147,7 @@ MISTAKES = {
     ),
     "unknown-attention": (
         ["train", "--tokens", "tokens.bin", "--out", "n", "--attention", "falsh"],
-        "unknown attention 'falsh'; registered: 'eager', 'flash', 'sdpa'",
+        "unknown attention 'falsh'; registered: 'eager'",
     ),
     "unknown-device": (
         ["train", "--tokens", "tokens.bin", "--out", "n", "--device", "abacus"],
