@@ -102,7 +102,9 @@ class TokenFile:
                 size = ends_at + header.documents * END_DTYPE.itemsize
                 _check_size(path, path.stat().st_size, size)
                 payload_checksum = crc32_of(file, size - HEADER.size)
-            tokens = np.memmap(path, dtype, mode="r", offset=HEADER.size, shape=(header.num_tokens,))
+            tokens = np.memmap(
+                path, dtype, mode="r", offset=HEADER.size, shape=(header.num_tokens,)
+            )
             ends = np.memmap(path, END_DTYPE, mode="r", offset=ends_at, shape=(header.documents,))
         except FileNotFoundError:
             message = f"token file {path} does not exist; make it with tiny-llm prepare"
