@@ -18,6 +18,7 @@ SIZES = (
     "d_ff",
     "max_seq_len",
     "sliding_window",
+    "rope_original_len",
 )
 
 
@@ -58,6 +59,10 @@ class ModelConfig:
     sliding_window: int | None = setting(
         None, "keys a query sees, itself included, in the windowed layers (default: all before it)"
     )
+    rope_factor: float = setting(
+        1.0, "Llama 3's stretch of the longest rotary wavelengths (1: none)"
+    )
+    rope_original_len: int = setting(8192, "sequence length that `rope_factor` stretches from")
     window_layers: str = setting(
         "*", "layers that have the sliding window: '0,2-5', or '*' for all"
     )
@@ -68,6 +73,7 @@ class ModelConfig:
             check_range(self, name, minimum=1)
         for name in ("rope_theta", "norm_eps"):
             check_positive_finite(self, name)
+        check_range(self, "rope_factor", minimum=1)
         self._check_heads()
         parse_layers(self.window_layers, self.num_layers)
         for layer in range(self.num_layers):

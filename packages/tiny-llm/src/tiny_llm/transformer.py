@@ -72,7 +72,13 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        rope = RotaryEmbedding(config.head_dim, config.max_seq_len, theta=config.rope_theta)
+        rope = RotaryEmbedding(
+            config.head_dim,
+            config.max_seq_len,
+            theta=config.rope_theta,
+            factor=config.rope_factor,
+            original_len=config.rope_original_len,
+        )
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList(
             Block(config, rope, layer) for layer in range(config.num_layers)
