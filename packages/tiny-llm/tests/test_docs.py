@@ -27,7 +27,7 @@ def test_readme_commands_are_understood():
         build_parser().parse_args(shlex.split(command, comments=True)[1:])
 
 
-@pytest.mark.parametrize("module", ["tokenizer", "attention.mask", "layers"])
+@pytest.mark.parametrize("module", ["tokenizer", "attention.mask", "layers", "pretrained.names"])
 def test_docstring_examples_run(module):
     failed, attempted = doctest.testmod(importlib.import_module(f"tiny_llm.{module}"))
     assert attempted

@@ -47,9 +47,10 @@ class RotaryEmbedding(nn.Module):
             message = f"`head_dim` must be even, got {head_dim}"
             raise ConfigError(message)
         self.max_seq_len = max_seq_len
-        # float64 here: at position 1e5 a float32 angle is off by 1e-2
-        pairs = torch.arange(0, head_dim, 2, dtype=torch.float64)
-        positions = torch.arange(max_seq_len, dtype=torch.float64)
+        # float64 here: at position 1e5 a float32 angle is off by 1e-2.  On the CPU even where the
+        # model is built on the meta device: the tables are computed, not loaded.
+        pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")
+        positions = torch.arange(max_seq_len, dtype=torch.float64, device="cpu")
         frequencies = stretched(theta ** (-pairs / head_dim), factor, original_len)
         angles = torch.outer(positions, frequencies)  # [T, D/2]
         # plain attributes, not buffers: model.to(torch.bfloat16) must not round the tables
