@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tiny_llm.attention.eager import scaled_dot_product_attention
 from tiny_llm.cache import KVCache
 from tiny_llm.config import ModelConfig
-from tiny_llm.errors import ConfigError
+from tiny_llm.errors import AttentionUnavailable, ConfigError
 from tiny_llm.transformer import Transformer
 
 PLAIN = ModelConfig(d_model=32, num_layers=3, num_heads=4, d_ff=48, max_seq_len=24)
@@ -171,6 +172,23 @@ def test_cache_says_what_it_cannot_hold():
             model.bfloat16()(tokens[:, :3], cache=cache)
     with pytest.raises(ConfigError, match=r"under torch.no_grad"):
         model.float()(tokens[:, :3], cache=cache)
+
+
+@torch.no_grad()
+def test_attention_that_takes_no_key_lengths_says_so_when_they_are_needed():
+    model = Transformer(PLAIN)
+
+    def bare(q, k, v, *, is_causal):
+        return scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    for block in model.blocks:
+        block.attention.attention_fn = bare
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    cache = KVCache(PLAIN, 2)
+    model(tokens, cache=cache)
+    cache.advance([3, 1])
+    with pytest.raises(AttentionUnavailable, match="layer 0 takes no `key_lengths`, which this"):
+        model(tokens, cache=cache)
 
 
 def test_cache_refuses_impossible_sizes_and_lengths():

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from tiny_llm import attention
+from tiny_llm.attention import AttentionBackend, Traits
+from tiny_llm.attention.backend import FunctionBackend
+from tiny_llm.attention.cases import CASES, attention_by_rows
 from tiny_llm.attention.eager import scaled_dot_product_attention
-from tiny_llm.attention.testing import CASES, assert_conforms, attention_by_rows, check_backend
+from tiny_llm.attention.testing import assert_conforms, check_backend
 
 MASKS = {"key lengths", "key lengths, decoding", "key lengths and window"}
 CPU_BACKENDS = ("eager", "sdpa", "sdpa-flash", "sdpa-math", "flash", "flash-mock")
@@ -80,6 +83,26 @@ def test_kit_finds_a_wrong_backend(wrong, finding):
             assert_conforms("wrong", dtypes=("float64",))
     finally:
         attention.unregister("wrong")
+
+
+def test_kit_finds_a_broken_promise_of_determinism():
+    def noisy(q, k, v, *, is_causal):
+        o = scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return o + 1e-16 * torch.randn_like(o)
+
+    class Noisy(AttentionBackend):
+        def limits(self, request):
+            return FunctionBackend("bare", noisy).installed_limits(request)
+
+        def traits(self, request):
+            return Traits(forward="dense", backward="dense", deterministic=True)
+
+    attention.register("noisy", Noisy("noisy", noisy))
+    try:
+        with pytest.raises(AssertionError, match="declared deterministic, but o differed"):
+            assert_conforms("noisy", dtypes=("float64",))
+    finally:
+        attention.unregister("noisy")
 
 
 def test_backend_that_refuses_everything_does_not_conform():

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from tiny_llm import attention
-from tiny_llm.attention import AttentionBackend, AttentionRequest, Reason, Traits, explain, resolve
+from tiny_llm.attention import (
+    AttentionBackend,
+    AttentionRequest,
+    Reason,
+    Traits,
+    explain,
+    explain_model,
+    resolve,
+)
 from tiny_llm.attention.backend import only
 from tiny_llm.attention.eager import scaled_dot_product_attention
 from tiny_llm.attention.explain import support_table
@@ -183,6 +191,23 @@ def test_explanation_says_why_every_backend_would_or_would_not_serve():
     assert table[3] == "* sdpa            yes: forward fused, backward fused"
     assert explain(replace(CPU), "sdpa-cudnn").chosen is None
     assert "-> refused" in explain(CPU, "sdpa-cudnn").table()
+
+
+def test_a_models_layers_are_explained_without_building_it():
+    config = ModelConfig(
+        num_layers=6,
+        num_kv_heads=2,
+        sliding_window=64,
+        window_layers="0-1,5",
+        attention={"4": "eager", "*": "prefer:sdpa-flash,sdpa"},
+    )
+    answers = explain_model(config, device="cuda", capability=(9, 0), dtype="bfloat16")
+    assert {layers: each.chosen for layers, each in answers.items()} == {
+        "0-1,5": "sdpa",
+        "2-3": "sdpa-flash",
+        "4": "eager",
+    }
+    assert answers["2-3"].request.num_kv_heads == 2
 
 
 def test_a_backend_of_ones_own_declares_and_is_obeyed(registered):

@@ -15,7 +15,7 @@ from tiny_llm.attention.backend import (
     Traits,
 )
 from tiny_llm.attention.eager import ScaledDotProductAttention
-from tiny_llm.attention.explain import Explanation, explain, support_table
+from tiny_llm.attention.explain import Explanation, explain, explain_model, support_table
 from tiny_llm.attention.multi_head import MultiHeadAttention, MultiHeadAttentionWithRoPE
 from tiny_llm.attention.registry import backend, get, names, register, unregister
 from tiny_llm.attention.request import AttentionRequest
@@ -36,6 +36,7 @@ __all__ = [
     "Traits",
     "backend",
     "explain",
+    "explain_model",
     "get",
     "names",
     "register",

@@ -7,6 +7,8 @@ from typing import Any
 from tiny_llm.attention import registry
 from tiny_llm.attention.request import AttentionRequest
 from tiny_llm.attention.resolve import Decision, candidates, decide
+from tiny_llm.layers import format_layers
+from tiny_llm.model_config import ModelConfig
 
 YES = "yes"
 
@@ -56,6 +58,33 @@ def explain(request: AttentionRequest, choice: str = "auto") -> Explanation:
     decisions = tuple(decide(name, request) for name in (*tried, *others))
     chosen = next((each.name for each in decisions[: len(tried)] if each.ok), None)
     return Explanation(request, choice, chosen, decisions)
+
+
+def explain_model(config: ModelConfig, **known: Any) -> dict[str, Explanation]:
+    """Explain each layer's choice of a model that need not be built.
+
+    Args:
+        config: The model's.
+        known: What else is known of the calls: fields of `AttentionRequest`, such as
+            ``device="cuda"``, ``capability=(9, 0)``, ``dtype="bfloat16"``, ``needs_grad=True``.
+
+    Returns:
+        An explanation for each group of layers that are alike, by their numbers ("0,2-5").
+    """
+    groups: dict[tuple[AttentionRequest, str], set[int]] = {}
+    for layer in range(config.num_layers):
+        request = AttentionRequest(
+            num_heads=config.num_heads,
+            head_dim=config.head_dim,
+            num_kv_heads=config.kv_heads,
+            window=config.window_at(layer),
+            **known,
+        )
+        groups.setdefault((request, config.attention_at(layer)), set()).add(layer)
+    return {
+        format_layers(frozenset(layers), config.num_layers): explain(*question)
+        for question, layers in groups.items()
+    }
 
 
 def _request(**changes: Any) -> AttentionRequest:

@@ -9,7 +9,7 @@ from tiny_llm.attention.backend import AttentionFn
 from tiny_llm.attention.request import AttentionRequest
 from tiny_llm.attention.resolve import AUTO, PREFER, resolve
 from tiny_llm.cache import AttentionCache
-from tiny_llm.errors import ConfigError
+from tiny_llm.errors import AttentionUnavailable, ConfigError
 from tiny_llm.norm import RMSNorm
 from tiny_llm.rope import RotaryEmbedding
 
@@ -104,7 +104,7 @@ class MultiHeadAttention(nn.Module):
                 options["key_lengths"] = lengths
             else:
                 k, v = self._within_window(k, v, rows=x.shape[1])
-        o = self.attention_fn(q, k, v, is_causal=is_causal, **options)
+        o = self._attend(q, k, v, is_causal, options)
         joined: Tensor = self.o_proj(o.transpose(1, 2).flatten(2))
         return joined
 
@@ -130,6 +130,23 @@ class MultiHeadAttention(nn.Module):
         if attention == AUTO or attention.startswith(PREFER):
             return AutomaticAttention(attention)
         return resolve(self.request(), attention).attention_fn
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, options: dict[str, Any]
+    ) -> Tensor:
+        try:
+            return self.attention_fn(q, k, v, is_causal=is_causal, **options)
+        except TypeError as error:
+            lacking = [
+                name for name in options if f"unexpected keyword argument '{name}'" in str(error)
+            ]
+            if not lacking:
+                raise
+            message = (
+                f"the attention of layer {self.layer_index} takes no `{lacking[0]}`, which this "
+                "call needs: use 'sdpa' or 'prefer:flash,sdpa', or prompts of one length"
+            )
+            raise AttentionUnavailable(message) from error
 
     def _within_window(self, k: Tensor, v: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
         """Drop the keys that no row's window reaches, so that kernels need not skip them."""
