@@ -86,18 +86,30 @@ def registered():
         ("sdpa-efficient", {"num_kv_heads": 2}, ["gqa"]),
         ("flex", {"window": 5, "num_kv_heads": 2}, []),
         ("flex", {"ragged": True, "head_dim": 8}, ["head_dim", "key_lengths"]),
-        ("flash", {}, []),
-        (
-            "flash",
-            {"dtype": "float64", "head_dim": 320, "ragged": True},
-            ["dtype", "head_dim", "key_lengths"],
-        ),
+        ("flash", {"window": 5, "ragged": True}, []),
+        ("flash", {"dtype": "float64", "head_dim": 320}, ["dtype", "head_dim"]),
         ("flash", {"device": "cpu", "dtype": "float64", "head_dim": 320}, []),
-        ("flash-mock", {"dtype": "float64"}, []),
+        ("flash-mock", {"dtype": "float64", "num_kv_heads": 2}, []),
+        ("flash-mock", {"window": 5, "ragged": True}, ["window", "key_lengths"]),
     ],
 )
 def test_backend_gives_the_reasons_of_its_limits(name, change, expected):
     assert codes(name, replace(H200, **change)) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "flag", "code"),
+    [({"window": 5}, "HAS_WINDOW", "window"), ({"ragged": True}, "HAS_MASK", "key_lengths")],
+)
+@pytest.mark.parametrize("has_it", [True, False])
+def test_what_flash_can_do_depends_on_the_installed_version(
+    change, flag, code, has_it, monkeypatch
+):
+    if not attention.backend("flash").probe().ok:
+        pytest.skip("flash-kernel is not installed")
+    monkeypatch.setattr(f"tiny_llm.attention.flash.{flag}", has_it)
+    reasons = attention.backend("flash").reasons(replace(CPU, **change))
+    assert [reason.code for reason in reasons] == ([] if has_it else [code])
 
 
 def test_what_is_not_known_yet_is_not_refused():

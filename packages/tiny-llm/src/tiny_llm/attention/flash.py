@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tiny_llm.attention.backend import takes
-from tiny_llm.attention.mask import repeat_heads
+from tiny_llm.attention.mask import repeat_heads, visible_keys
 from tiny_llm.errors import ConfigError, MissingExtraError
 
 try:
@@ -32,50 +32,46 @@ def flash_attention(
     is_causal: bool,
     window: int | None = None,
     scale: float | None = None,
+    key_lengths: Tensor | None = None,
 ) -> Tensor:
     """Compute `AttentionFn` with `flash_kernel.flash_attention`, on any device.
 
     Raises:
-        ConfigError: A window, and the installed flash-kernel has none or `is_causal` is False.
+        ConfigError: A window or key lengths, and the installed flash-kernel is too old for it.
     """
-    return _attend(q, k, v, "auto", is_causal, window, scale)
+    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    if key_lengths is not None:
+        _require("key_lengths", HAS_MASK)
+        options["mask"] = visible_keys(
+            q, k, is_causal=is_causal, window=window, key_lengths=key_lengths
+        )
+        is_causal, window = False, None
+    if window is not None:
+        _require("window", HAS_WINDOW)
+        options["window"] = (window - 1, 0)  # keys left and right of a row's own
+    if not HAS_SHARED_HEADS:
+        k, v = repeat_heads(k, v, q.shape[1])
+    o: Tensor = flash_kernel.flash_attention(q, k, v, is_causal=is_causal, **options)
+    return o
 
 
 def flash_mock_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool,
-    window: int | None = None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None
 ) -> Tensor:
     """Compute the same with the mock: loops over tiles in plain PyTorch, to be read, not timed."""
-    return _attend(q, k, v, "mock", is_causal, window, scale)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    impl: str,
-    is_causal: bool,
-    window: int | None,
-    scale: float | None,
-) -> Tensor:
+    k, v = repeat_heads(k, v, q.shape[1])
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
-    if window is not None:
-        if not (is_causal and HAS_WINDOW):
-            message = (
-                f"attention 'flash' takes a `window` with is_causal=True and a flash-kernel that "
-                f"has windows, got is_causal={is_causal} and version {flash_kernel.__version__}"
-            )
-            raise ConfigError(message)
-        options["window"] = (window - 1, 0)  # keys left and right of a row's own
-    if q.shape[1] != k.shape[1] and not HAS_SHARED_HEADS:
-        k, v = repeat_heads(k, v, q.shape[1])
-    o: Tensor = flash_kernel.flash_attention(q, k, v, is_causal=is_causal, impl=impl, **options)
+    o: Tensor = flash_kernel.flash_attention(q, k, v, is_causal=is_causal, impl="mock", **options)
     return o
+
+
+def _require(keyword: str, is_there: bool) -> None:
+    if not is_there:
+        message = (
+            f"attention 'flash' takes no `{keyword}` with flash-kernel "
+            f"{flash_kernel.__version__}: update it, or use 'sdpa'"
+        )
+        raise ConfigError(message)
 
 
 def _shared_heads_work() -> bool:
@@ -89,4 +85,5 @@ def _shared_heads_work() -> bool:
 
 
 HAS_WINDOW = takes(flash_kernel.flash_attention, "window")
+HAS_MASK = takes(flash_kernel.flash_attention, "mask")
 HAS_SHARED_HEADS = _shared_heads_work()

@@ -34,20 +34,21 @@ class FlashBackend(AttentionBackend):
 
     def limits(self, request: AttentionRequest) -> list[Reason]:
         """On CUDA what the kernels take; elsewhere torch computes."""
-        found = []
-        if request.device == "cuda" and self.name == "flash":
-            found += only(request, dtypes=("bfloat16", "float16", "float32"), max_head_dim=256)
-        if request.ragged:
-            text = "it takes no lengths of the keys of each sequence"
-            found.append(Reason("key_lengths", text, "use 'sdpa', or prompts of one length"))
-        return found
+        if request.device != "cuda":
+            return []
+        return only(request, dtypes=("bfloat16", "float16", "float32"), max_head_dim=256)
 
     def installed_limits(self, request: AttentionRequest) -> list[Reason]:
-        """Refuse a window that the installed version does not have."""
-        if request.window is None or import_module(PLACE).HAS_WINDOW:
-            return []
-        text = f"flash-kernel {self.probe().version} has no sliding window"
-        return [Reason("window", text, f"update flash-kernel, or {USE_ANOTHER}")]
+        """Refuse what came with later versions of flash-kernel."""
+        module, found = import_module(PLACE), []
+        fix = f"update flash-kernel, or {USE_ANOTHER}"
+        if request.window is not None and not request.ragged and not module.HAS_WINDOW:
+            text = f"flash-kernel {self.probe().version} has no sliding window"
+            found.append(Reason("window", text, fix))
+        if request.ragged and not module.HAS_MASK:
+            text = f"flash-kernel {self.probe().version} has no mask, which key lengths need"
+            found.append(Reason("key_lengths", text, fix))
+        return found
 
     def traits(self, request: AttentionRequest) -> Traits:
         """Fused: no implementation but the dense ones stores the scores."""
@@ -55,13 +56,27 @@ class FlashBackend(AttentionBackend):
 
 
 class MockBackend(FlashBackend):
-    """The mock, which needs a package that the kernels do not."""
+    """The mock: the plain algorithm, and a package of its own that it needs."""
 
     def version(self) -> str | None:
         """Import what the mock needs, too."""
         version = super().version()
         import_module("flash_kernel.mock")
         return version
+
+    def limits(self, request: AttentionRequest) -> list[Reason]:
+        """Refuse all but the plain algorithm; shared heads are repeated."""
+        found = []
+        if request.window is not None:
+            found.append(Reason("window", "the mock has no sliding window", "use 'flash'"))
+        if request.ragged:
+            text = "the mock takes no lengths of the keys of each sequence"
+            found.append(Reason("key_lengths", text, "use 'flash'"))
+        return found
+
+    def installed_limits(self, request: AttentionRequest) -> list[Reason]:
+        """Any version will do."""
+        return []
 
 
 FLASH = FlashBackend("flash", f"{PLACE}:flash_attention")
