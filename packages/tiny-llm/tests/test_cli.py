@@ -123,11 +123,11 @@ def test_finished_run_resumes_only_to_more_steps(trained, capsys):
 
 # what is typed after `prepare` and `trained` have run, and what the one line must say
 MISTAKES = {
-    "no-command": ([], "the following arguments are required: COMMAND"),
-    "unknown-flag": (["train", "--colour", "red"], "required: --tokens, --out"),
+    "no-command": ([], "a command is required; there are prepare, train, resume, eval, generate"),
+    "unknown-flag": (["train", "--colour", "red"], "Unrecognized options: --colour, red"),
     "bad-integer": (
         ["train", "--tokens", "tokens.bin", "--out", "n", "--steps", "many"],
-        "argument --steps: invalid int value: 'many'",
+        "Error parsing --steps: invalid literal for int() with base 10: 'many'",
     ),
     "no-tokens": (
         ["train", "--tokens", "no.bin", "--out", "n"],
@@ -159,7 +159,7 @@ MISTAKES = {
     ),
     "checkpoint-every": (
         ["train", "--tokens", "tokens.bin", "--out", "n", "--checkpoint-every", "0"],
-        "--checkpoint-every must be at least 1, got 0",
+        "`checkpoint_every` must be at least 1, got 0",
     ),
     "run-exists": (
         ["train", "--tokens", "tokens.bin", "--out", "runs/x"],
@@ -167,7 +167,7 @@ MISTAKES = {
     ),
     "nothing-to-resume": (
         ["train", "--tokens", "tokens.bin", "--out", "n", "--resume"],
-        "checkpoint n/checkpoint.pt does not exist",
+        "n holds no run to go on with: there is no n/config.toml",
     ),
     "resume-with-another-seed": (
         ["train", "--tokens", "tokens.bin", "--out", "runs/x", "--resume", "--seed", "1"],
@@ -179,7 +179,7 @@ MISTAKES = {
     ),
     "too-large": (
         ["train", "--tokens", "tokens.bin", "--out", "n", "--d-model", "1000000000000"],
-        "out of memory: lower --batch-size, --seq-len or the model's size",
+        "out of memory: raise --micro-batches, or lower --batch-size, --seq-len or the model's",
     ),
     "no-checkpoint": (
         ["generate", "--checkpoint", "none"],
@@ -209,7 +209,39 @@ MISTAKES = {
         ["prepare", "tokens.bin", "--out", "n", "--max-bytes", "5"],
         "--max-bytes is for the standard library's sources",
     ),
-    "bad-cap": (["prepare", "--out", "n", "--max-bytes", "0"], "--max-bytes must be at least 1"),
+    "nothing-given": (["train"], "the following options are required: --tokens, --out"),
+    "unknown-command": (["fly"], "unknown command 'fly'; there are prepare, train"),
+    "unknown-precision": (
+        ["train", "--tokens", "tokens.bin", "--out", "n", "--precision", "fp8"],
+        "`precision` must be fp32, bf16, fp16, got 'fp8'",
+    ),
+    "unknown-preset": (
+        ["train", "--tokens", "tokens.bin", "--out", "n", "--preset", "9b"],
+        "unknown preset '9b'; there are toy, 10m",
+    ),
+    "missing-config": (
+        ["train", "--config", "none.toml"],
+        "cannot read none.toml: No such file or directory",
+    ),
+    "fsdp-alone": (
+        ["train", "--tokens", "tokens.bin", "--out", "n", "--parallel", "fsdp"],
+        "--parallel fsdp needs torchrun",
+    ),
+    "eval-of-nothing": (["eval", "--checkpoint", "runs/x"], "are required: --tokens"),
+    "two-tokenizers": (
+        ["prepare", "--out", "n", "--vocab-size", "300", "--tokenizer", "t.json"],
+        "--vocab-size trains a tokenizer, --tokenizer names one",
+    ),
+    "column-of-text": (
+        ["prepare", "tokens.bin", "--column", "text", "--out", "n"],
+        "--column text needs .jsonl or .parquet files, got tokens.bin",
+    ),
+    "nothing-to-describe": (["info", "none"], "none does not exist"),
+    "unknown-dtype": (
+        ["attention", "explain", "--dtype", "float7"],
+        "`dtype` must be the name of a torch dtype",
+    ),
+    "bad-cap": (["prepare", "--out", "n", "--max-bytes", "-1"], "--max-bytes must be at least 1"),
 }
 
 
@@ -232,14 +264,11 @@ def test_mistake_is_one_line_with_status_2_and_leaves_nothing_behind(
     monkeypatch.chdir(folder)
     before = sorted(folder.rglob("*"))
     arguments, message = MISTAKES[mistake]
-    if {"train", "generate"} & set(arguments) and "--device" not in arguments:
+    if {"train", "generate", "eval"} & set(arguments) and "--device" not in arguments:
         arguments = [*arguments, *CPU]
     capsys.readouterr()
 
-    try:
-        status = main(arguments)
-    except SystemExit as stop:  # argparse leaves this way
-        status = stop.code
+    status = main(arguments)
     out, err = capsys.readouterr()
 
     assert status == 2
@@ -281,6 +310,21 @@ def test_resuming_on_other_tokens_is_refused(trained, workdir, capsys):
     assert "other.bin is not the token file that runs/x/checkpoint.pt was trained on" in err
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_wrong_value_is_one_line_whatever_box_the_terminal_can_show(encoding):
+    done = subprocess.run(
+        [sys.executable, "-m", "tiny_llm", "train", "--steps", "many"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": SOURCES, "PYTHONIOENCODING": encoding},
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "tiny-llm: error: Error parsing --steps: invalid literal for int() with base 10: 'many' "
+        "(see tiny-llm train --help)\n"
+    )
+
+
 def test_module_runs_as_the_command_and_help_needs_no_torch(workdir):
     (workdir / "torch.py").write_text("raise ImportError('torch was imported')")
     path = os.pathsep.join([str(workdir), SOURCES])
@@ -294,3 +338,4 @@ def test_module_runs_as_the_command_and_help_needs_no_torch(workdir):
     )
     assert "--learning-rate FLOAT" in done.stdout
     assert "attention backend: eager (readable)" in done.stdout
+    assert "tiny-llm train --tokens tokens.bin --out runs/first" in done.stdout

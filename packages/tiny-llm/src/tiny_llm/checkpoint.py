@@ -10,9 +10,7 @@ were sharded over: so a checkpoint loads on any number of processes.  The data p
 torch's generators is kept too.
 """
 
-import os
 import pickle
-import struct
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from torch.optim import AdamW
 
 from tiny_llm.config import ModelConfig, TrainingConfig
 from tiny_llm.errors import ConfigError, FileError, FormatError
-from tiny_llm.files import atomic_write, crc32_of, reason_of
+from tiny_llm.files import atomic_write, reason_of
 from tiny_llm.optimizer import (
     NamedState,
     build_optimizer,
@@ -32,13 +30,12 @@ from tiny_llm.optimizer import (
     state_by_name,
     whole,
 )
+from tiny_llm.seal import seal, verify_seal
 from tiny_llm.training import build_scaler
 from tiny_llm.transformer import Transformer
 
 FILE_NAME = "checkpoint.pt"
 FORMAT = "tiny-llm checkpoint 2"
-TRAILER = struct.Struct("<8sI")
-TRAILER_MARK = b"TINYCKPT"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +65,7 @@ class Checkpoint:
     rng_state: dict[str, Tensor]
 
     def build_model(
-        self, *, device: str | torch.device, attention: str | None = None
+        self, *, device: str | torch.device, attention: str | dict[str, str] | None = None
     ) -> Transformer:
         """Return the model on `device`, if asked with another attention backend than the run's.
 
@@ -181,10 +178,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
-        archive_size = file.tell()
-        file.seek(0)
-        checksum = crc32_of(file, archive_size)
-        file.write(TRAILER.pack(TRAILER_MARK, checksum))
+        seal(file)
 
 
 def unwrapped(model: nn.Module) -> Transformer:
@@ -208,7 +202,7 @@ def load_checkpoint(run: str | Path) -> Checkpoint:
     """
     path = checkpoint_path(run)
     try:
-        _verify(path)
+        verify_seal(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         message = f"checkpoint {path} does not exist; make it with tiny-llm train"
@@ -220,22 +214,6 @@ def load_checkpoint(run: str | Path) -> Checkpoint:
         message = f"checkpoint {path} holds no archive of plain tensors"
         raise FormatError(message) from error
     return _parse(path, content)
-
-
-def _verify(path: Path) -> None:
-    """Check mark and checksum."""
-    with path.open("rb") as file:
-        archive_size = file.seek(0, os.SEEK_END) - TRAILER.size
-        file.seek(max(0, archive_size))
-        trailer = file.read(TRAILER.size)
-        if len(trailer) < TRAILER.size or not trailer.startswith(TRAILER_MARK):
-            message = f"{path} is not a tiny-llm checkpoint, or it is truncated"
-            raise FormatError(message)
-        file.seek(0)
-        checksum = crc32_of(file, archive_size)
-    if trailer != TRAILER.pack(TRAILER_MARK, checksum):
-        message = f"checkpoint {path} is damaged (wrong checksum)"
-        raise FormatError(message)
 
 
 def _parse(path: Path, content: Any) -> Checkpoint:
