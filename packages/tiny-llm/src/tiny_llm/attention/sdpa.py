@@ -16,6 +16,7 @@ from tiny_llm.attention.mask import repeat_heads, visible_keys
 from tiny_llm.attention.request import AttentionRequest
 
 HALF = ("bfloat16", "float16")
+SMALL_SMEM = ((8, 6), (8, 9), (12, 0), (12, 1))  # compute capabilities with little shared memory
 
 
 def sdpa_attention(
@@ -127,6 +128,11 @@ class SdpaFlash(AttentionBackend):
         if request.device == "cuda":
             found += only(request, dtypes=HALF, max_head_dim=256) + _no_mask(request)
             found += _at_least(request, (8, 0))
+            if request.needs_grad and request.head_dim > 192 and request.capability in SMALL_SMEM:
+                text = (
+                    f"its backward takes heads of 192 at most on this GPU, got {request.head_dim}"
+                )
+                found.append(Reason("head_dim", text, "use 'sdpa'"))
         return found
 
     def traits(self, request: AttentionRequest) -> Traits:
@@ -140,9 +146,9 @@ class SdpaCudnn(AttentionBackend):
     def limits(self, request: AttentionRequest) -> list[Reason]:
         """Half precision, no mask, heads of a multiple of 8 up to 128."""
         found = only(request, devices=("cuda",), dtypes=HALF, max_head_dim=128)
-        if request.head_dim % 8:
-            text = f"`head_dim` must be a multiple of 8, got {request.head_dim}"
-            found.append(Reason("head_dim", text, USE_ANOTHER))
+        found += _multiple_of(request, 8)
+        if request.seqlen_k == 1:
+            found.append(Reason("seqlen_k", "it needs more than one key", "use 'sdpa'"))
         return found + _no_mask(request) + _at_least(request, (8, 0))
 
     def traits(self, request: AttentionRequest) -> Traits:
@@ -154,12 +160,13 @@ class SdpaEfficient(AttentionBackend):
     """The memory-efficient kernel, which takes masks."""
 
     def limits(self, request: AttentionRequest) -> list[Reason]:
-        """CUDA, and as many key heads as query heads unless a mask makes us repeat them."""
+        """CUDA, and as many key heads as query heads."""
         found = only(request, devices=("cuda",), dtypes=(*HALF, "float32"))
         if request.is_grouped:
             text = f"it has no shared key heads, got {request.num_heads} on {request.kv_heads}"
             found.append(Reason("gqa", text, "use 'sdpa'"))
-        return found
+        # rows of 16 bytes
+        return found + _multiple_of(request, 4 if request.dtype == "float32" else 8)
 
     def traits(self, request: AttentionRequest) -> Traits:
         """Fused both ways; dq is summed in any order."""
@@ -176,6 +183,13 @@ def _no_mask(request: AttentionRequest) -> list[Reason]:
     else:
         what = f"{request.seqlen_q} causal rows on {request.seqlen_k} keys"
     return [Reason("mask", f"it takes no mask, which {what} would need", "use 'sdpa'")]
+
+
+def _multiple_of(request: AttentionRequest, number: int) -> list[Reason]:
+    if request.head_dim % number == 0:
+        return []
+    text = f"`head_dim` must be a multiple of {number}, got {request.head_dim}"
+    return [Reason("head_dim", text, USE_ANOTHER)]
 
 
 def _at_least(request: AttentionRequest, capability: tuple[int, int]) -> list[Reason]:
