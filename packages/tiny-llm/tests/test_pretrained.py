@@ -114,6 +114,25 @@ def test_saved_checkpoint_gives_the_same_logits_in_transformers(name, max_shard_
         assert torch.equal(again.state_dict()[key], weight), key
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-windowed"])
+def test_every_layer_gives_what_transformers_layer_gives(name, tmp_path):
+    peer = make_peer(name)
+    peer.save_pretrained(tmp_path / "peer")
+    model = load_pretrained(tmp_path / "peer")
+    outputs = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _block, _inputs, output: outputs.append(output))
+    tokens = torch.randint(61, (2, 23))
+    model(tokens)
+    expected = peer(tokens, output_hidden_states=True).hidden_states
+    torch.testing.assert_close(model.embedding(tokens), expected[0])
+    # the last of theirs has passed the final norm
+    outputs[-1] = model.norm(outputs[-1])
+    for output, theirs in zip(outputs, expected[1:], strict=True):
+        torch.testing.assert_close(output, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_dtype_is_the_checkpoints_own_or_the_one_asked_for(tmp_path):
     make_peer("llama").to(torch.bfloat16).save_pretrained(tmp_path / "peer")
     assert load_pretrained(tmp_path / "peer").head.weight.dtype == torch.bfloat16
