@@ -1,5 +1,6 @@
 """A run with everything switched on: what it writes, and that it goes on exactly."""
 
+import importlib
 import json
 import os
 import re
@@ -227,3 +228,18 @@ def test_attention_is_explained_as_a_table_and_as_json(capsys):
     assert "choice: auto -> sdpa" in capsys.readouterr().out
     assert main([*request, "--json", "--choice", "eager"]) == 0
     assert json.loads(capsys.readouterr().out)["chosen"] == "eager"
+
+
+def test_attention_that_ran_is_recorded_and_a_silent_change_is_refused(
+    workdir, capsys, monkeypatch
+):
+    assert train("--out", "run", "--steps", "1", "--attention", "auto") == 0
+    assert load_checkpoint("run").attention == ("sdpa",)
+    rules = importlib.import_module("tiny_llm.attention.resolve")
+    monkeypatch.setattr(rules, "AUTO_ORDER_ELSEWHERE", ("eager",))
+    resume = ["resume", "--out", "run", "--steps", "2"]
+    assert main(resume) == 2
+    expected = "the run had attention sdpa, here --attention auto comes to eager"
+    assert expected in capsys.readouterr().err
+    assert main([*resume, "--attention", "eager"]) == 0
+    assert load_checkpoint("run").attention == ("eager",)

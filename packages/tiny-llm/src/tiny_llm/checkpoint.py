@@ -11,6 +11,7 @@ torch's generators is kept too.
 """
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Checkpoint:
         optimizer_state: What `optimizer.state_by_name` gave.
         scaler_state: What the fp16 loss scaler's `state_dict` gave.
         rng_state: The state of torch's generators, by device.
+        attention: The backend that ran in each layer, if that was recorded.
     """
 
     path: Path
@@ -63,6 +65,7 @@ class Checkpoint:
     optimizer_state: NamedState
     scaler_state: dict[str, Any]
     rng_state: dict[str, Tensor]
+    attention: tuple[str, ...]
 
     def build_model(
         self, *, device: str | torch.device, attention: str | dict[str, str] | None = None
@@ -128,6 +131,7 @@ def save_checkpoint(
     step: int,
     tokens_checksum: int,
     scaler: GradScaler | None = None,
+    attention: Sequence[str] = (),
     is_main: bool = True,
 ) -> None:
     """Write a checkpoint; until it is whole, the old one stays in place.
@@ -140,6 +144,7 @@ def save_checkpoint(
         step: Number of steps done.
         tokens_checksum: `TokenFile.checksum` of the tokens trained on.
         scaler: The fp16 loss scaler, if there is one.
+        attention: The backend that runs in each layer.
         is_main: False only gathers this process's shards for the one that writes.
 
     Raises:
@@ -157,6 +162,7 @@ def save_checkpoint(
         "optimizer": state_by_name(bare, optimizer),
         "scaler": scaler.state_dict() if scaler is not None else {},
         "rng": _rng_state(),
+        "attention": list(attention),
     }
     if is_main:
         _write(path, content)
@@ -231,6 +237,7 @@ def _parse(path: Path, content: Any) -> Checkpoint:
             optimizer_state=content["optimizer"],
             scaler_state=content["scaler"],
             rng_state=content["rng"],
+            attention=tuple(content["attention"]),
         )
     except (KeyError, TypeError, ConfigError) as error:
         message = f"checkpoint {path} is not complete: {error}"

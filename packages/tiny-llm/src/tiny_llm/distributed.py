@@ -109,7 +109,10 @@ def process_group(kind: str, device: torch.device) -> Iterator[Parallel]:
     launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ
     world_size = int(os.environ["WORLD_SIZE"]) if launched else 1
     if kind in ("ddp", "fsdp") and not launched:
-        message = f"--parallel {kind} needs torchrun: torchrun --nproc-per-node 2 -m tiny_llm ..."
+        message = (
+            f"--parallel {kind} needs torchrun (torchrun --nproc-per-node 2 -m tiny_llm ...); "
+            "for one process pass --parallel auto"
+        )
         raise ConfigError(message)
     if kind == "none" and world_size > 1:
         message = f"--parallel none is for one process, torchrun started {world_size}"

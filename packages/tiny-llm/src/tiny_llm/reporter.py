@@ -184,6 +184,7 @@ class Reporter:
                 step=step,
                 tokens_checksum=self.tokens.checksum,
                 scaler=self.run.scaler,
+                attention=self.run.attention,
                 is_main=self.parallel.is_main,
             )
         except FileError as error:

@@ -35,13 +35,19 @@ FREE_ON_RESUME = frozenset(
 
 @dataclass(frozen=True)
 class Run:
-    """A training that is about to start or to go on."""
+    """A training that is about to start or to go on.
+
+    Attributes:
+        attention: The backend of each layer: of a run to go on with, the one it had so far, or
+            nothing if another one is asked for.
+    """
 
     model: Transformer
     optimizer: torch.optim.Optimizer
     scaler: GradScaler
     config: TrainingConfig
     start_step: int
+    attention: tuple[str, ...] = ()
 
 
 def train(options: TrainOptions) -> None:
@@ -60,7 +66,7 @@ def train(options: TrainOptions) -> None:
             _say(parallel, f"{path} is at step {run.start_step} already; pass more --steps")
             return
         check_fits(run.model, tokens, run.config)
-        _say_attention(run, device)
+        run = _with_settled_attention(run, device)
         if parallel.is_main:
             _make_folder(path.parent, options, tokenizer)
         reporter = Reporter(run, path, tokens, tokenizer, held_out, options.run, parallel)
@@ -104,6 +110,7 @@ def _resumed_run(
     model_config = settings_file.model_config(options, vocab_size=tokens.vocab_size)
     _check_unchanged(checkpoint.model_config, model_config)
     _check_unchanged(checkpoint.training_config, options.training)
+    same_choice = model_config.attention == checkpoint.model_config.attention
     checkpoint = _with_settings(checkpoint, model_config, options.training)
     model = checkpoint.build_model(device=device)
     parallel.shard(model)
@@ -114,6 +121,7 @@ def _resumed_run(
         checkpoint.build_scaler(device),
         options.training,
         checkpoint.step,
+        checkpoint.attention if same_choice else (),
     )
 
 
@@ -141,12 +149,26 @@ def _open_eval_tokens(path: str, tokenizer: Tokenizer) -> Tokens | None:
     return tokens
 
 
-def _say_attention(run: Run, device: torch.device) -> None:
-    """Settle each layer's attention for this run, before the first step can fail over it."""
+def _with_settled_attention(run: Run, device: torch.device) -> Run:
+    """Settle each layer's attention for this run, before the first step can fail over it.
+
+    Raises:
+        AttentionUnavailable: A choice cannot serve.
+        ConfigError: The same choice comes to another backend than the run had so far.
+    """
     dtype = AUTOCAST.get(run.config.precision, torch.float32)
-    run.model.resolve_attention(
+    resolutions = run.model.resolve_attention(
         device=device, dtype=dtype, seq_len=run.config.seq_len, needs_grad=True
     )
+    chosen = tuple(each.chosen for each in resolutions)
+    if run.attention and run.attention != chosen:
+        before, now = (", ".join(dict.fromkeys(names)) for names in (run.attention, chosen))
+        message = (
+            f"the run had attention {before}, here --attention {run.model.config.attention} comes "
+            f"to {now}; name the one to go on with, as --attention {now}"
+        )
+        raise ConfigError(message)
+    return replace(run, attention=chosen)
 
 
 def _make_folder(folder: Path, options: TrainOptions, tokenizer: Tokenizer) -> None:
