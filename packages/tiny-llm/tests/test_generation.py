@@ -168,3 +168,19 @@ def test_stream_shows_bytes_that_are_no_character_as_replacement():
 def test_generators_must_be_one_for_each_prompt(model):
     with pytest.raises(ConfigError, match="`generators` must be one for each prompt, got 1"):
         generate_batch(model, [[1], [2]], max_new_tokens=1, generators=[torch.Generator()])
+
+
+def test_generation_works_under_autocast(model):
+    seen = []
+    for block in model.blocks:
+        attend = block.attention.attention_fn
+
+        def watching(q, k, v, attend=attend, **settings):
+            seen.append({q.dtype, k.dtype, v.dtype})
+            return attend(q, k, v, **settings)
+
+        block.attention.attention_fn = watching
+    tokens = generate(model, [1, 2, 3], max_new_tokens=5, temperature=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert len(list(tokens)) == 5
+    assert seen == [{torch.bfloat16}] * 5 * len(model.blocks)

@@ -141,9 +141,12 @@ class _Reader:
         self._device = weight.device
         self._cache: KVCache | None = None
         if max(map(len, texts)) <= self._window:
-            self._cache = KVCache(
-                model.config, len(texts), device=weight.device, dtype=weight.dtype
+            kind = weight.device.type
+            # under autocast the projections give keys and values of its type
+            dtype = (
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
             )
+            self._cache = KVCache(model.config, len(texts), device=weight.device, dtype=dtype)
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:

@@ -15,6 +15,7 @@ from tiny_llm.distributed import Parallel
 from tiny_llm.errors import FileError
 from tiny_llm.evaluation import Evaluation, evaluate
 from tiny_llm.generation import generate
+from tiny_llm.loss import AUTOCAST
 from tiny_llm.metrics import CURVE, MetricsLog, draw_loss_curve, read_metrics
 from tiny_llm.throughput import device_peak, flops_per_token, peak_memory
 from tiny_llm.tokenizer import Tokenizer
@@ -170,7 +171,10 @@ class Reporter:
             generator=torch.Generator().manual_seed(self.run.config.seed),
             stop_token=self.tokenizer.end_of_text,
         )
-        return self.tokenizer.decode([*prompt, *drawn])
+        # the attention was chosen for the training's precision
+        dtype = AUTOCAST.get(self.run.config.precision)
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            return self.tokenizer.decode([*prompt, *drawn])
 
     def _save(self, step: int, *, is_last: bool) -> None:
         """Save a checkpoint; if that fails before the end, go on: the old one is still there."""
