@@ -10,7 +10,21 @@ from tiny_llm.config import ModelConfig, TrainingConfig
 from tiny_llm.data import TokenFile, prepare_tokens
 from tiny_llm.tokenizer import ByteTokenizer
 
+# warnings of torch 2.11 about itself, which no code of ours can avoid
+TORCHS_OWN_WARNINGS = (
+    # the first backward of a process that has used the GPU only through custom kernels
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA context",
+    # raised by torch.utils.mkldnn, which torch.compile imports
+    "ignore:`torch.jit.script_method` is deprecated",
+    "ignore:`torch.jit.script` is deprecated",
+)
+
 PANGRAM = b"The quick brown fox jumps over the lazy dog. "
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in TORCHS_OWN_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
 
 
 @pytest.fixture(autouse=True)

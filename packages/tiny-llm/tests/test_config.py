@@ -20,7 +20,7 @@ from tiny_llm.errors import ConfigError
         ({"d_model": 12, "num_heads": 4}, "must be even, because RoPE rotates pairs, got 12 / 4"),
         ({"rope_theta": 0.0}, "`rope_theta` must be above 0 and finite, got 0.0"),
         ({"rope_theta": math.nan}, "`rope_theta` must be above 0 and finite, got nan"),
-        ({"attention": None}, "`attention` must be str, got None"),
+        ({"attention": None}, "`attention` must be str or dict, got None"),
     ],
 )
 def test_impossible_model_is_refused_in_one_line(settings, message):

@@ -26,6 +26,8 @@ def test_token_file_holds_each_text_followed_by_end_of_text(two_texts, tmp_path)
     tokens = prepare_tokens(two_texts, tmp_path / "tokens.bin", ByteTokenizer())
     assert tokens[:].tolist() == [*b"first \xff\x00 text", 256, 256]
     assert tokens.vocab_size == 257
+    assert tokens.document_ends.tolist() == [14, 15]
+    assert tokens.tokenizer_checksum == ByteTokenizer.checksum
     assert tokens.array.dtype == np.dtype("<u2")
     assert isinstance(tokens.array, np.memmap)
     again = TokenFile.open(tmp_path / "tokens.bin")
@@ -34,7 +36,7 @@ def test_token_file_holds_each_text_followed_by_end_of_text(two_texts, tmp_path)
 
 
 def test_large_vocabulary_is_stored_in_32_bits(tmp_path):
-    tokens = write_token_file(tmp_path / "t.bin", [[0, 65_535], [65_536]], vocab_size=65_537)
+    tokens = write_token_file(tmp_path / "t.bin", [[[0, 65_535], [65_536]]], vocab_size=65_537)
     assert tokens[:].tolist() == [0, 65_535, 65_536]
     assert tokens.array.dtype == np.dtype("<u4")
 
@@ -59,7 +61,7 @@ def test_truncated_token_file_is_refused(token_file, cut):
 
 def test_any_flipped_bit_is_noticed(token_file):
     content = token_file.path.read_bytes()
-    positions = [*range(HEADER.size - 28), HEADER.size, len(content) // 2, len(content) - 1]
+    positions = [*range(HEADER.size - 16), HEADER.size, len(content) // 2, len(content) - 1]
     for position in positions:
         damaged = bytearray(content)
         damaged[position] ^= 1
@@ -72,7 +74,10 @@ def test_any_flipped_bit_is_noticed(token_file):
     ("content", "message"),
     [
         (b"import this\n" * 20, "is not a tiny-llm token file; make one with tiny-llm prepare"),
-        (HEADER.pack(b"TINYLLM\0", 9, b"uint16", 257, 0, 0), "has format version 9, .* reads 1"),
+        (
+            HEADER.pack(b"TINYLLM\0", 9, b"uint16", 257, 0, 0, 0, 0),
+            "has format version 9, .* reads 2",
+        ),
     ],
 )
 def test_foreign_file_is_refused(tmp_path, content, message):
@@ -92,7 +97,7 @@ def test_missing_token_file_is_refused_with_the_command_that_makes_it(tmp_path):
 def test_source_that_cannot_be_read_leaves_nothing_behind(two_texts, tmp_path):
     out = tmp_path / "out" / "tokens.bin"
     out.parent.mkdir()
-    for bad in (tmp_path / "missing.txt", tmp_path):
+    for bad in (tmp_path / "missing.txt", out.parent):
         with pytest.raises(FileError, match="cannot read"):
             prepare_tokens([*two_texts, bad], out, ByteTokenizer())
         assert list(out.parent.iterdir()) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny_llm.cli import build_parser
+from tiny_llm.cli import COMMANDS, main, parse
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -20,14 +20,36 @@ def test_readme_examples_run(tmp_path, monkeypatch):
     assert failed == 0
 
 
-def test_readme_commands_are_understood():
-    commands = re.findall(r"^tiny-llm .*", README.read_text(), flags=re.MULTILINE)
-    assert {shlex.split(command)[1] for command in commands} == {"prepare", "train", "generate"}
-    for command in commands:
-        build_parser().parse_args(shlex.split(command, comments=True)[1:])
+def commands_in(text):
+    lines = re.findall(r"^ *tiny-llm .*", text, flags=re.MULTILINE)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
-@pytest.mark.parametrize("module", ["tokenizer", "attention.mask"])
+def test_readme_commands_are_understood(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commands = commands_in(README.read_text())
+    assert {command[0] for command in commands} >= {"prepare", "train", "generate"}
+    for name, *arguments in commands:
+        if name != "resume" and not {"--resume", "--config"} & set(arguments):
+            assert parse(name, arguments) is not None, arguments
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_shows_examples_that_are_understood(
+    command, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"usage: tiny-llm {command}" in shown
+    examples = commands_in(shown)
+    assert examples
+    for name, *arguments in examples:
+        if "--config" not in arguments and name != "resume":
+            assert parse(name, arguments) is not None
+
+
+@pytest.mark.parametrize("module", ["tokenizer", "attention.mask", "layers", "pretrained.names"])
 def test_docstring_examples_run(module):
     failed, attempted = doctest.testmod(importlib.import_module(f"tiny_llm.{module}"))
     assert attempted

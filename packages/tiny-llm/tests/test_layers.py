@@ -10,7 +10,7 @@ from tiny_llm.config import ModelConfig
 from tiny_llm.errors import ConfigError
 from tiny_llm.feed_forward import SwiGLU
 from tiny_llm.norm import RMSNorm
-from tiny_llm.rope import RotaryEmbedding
+from tiny_llm.rope import RotaryEmbedding, stretched
 from tiny_llm.transformer import Transformer
 
 
@@ -52,6 +52,34 @@ def test_rope_refuses_an_odd_head_dim_and_too_many_positions():
         RotaryEmbedding(5, 8)
     with pytest.raises(ConfigError, match="at most 8 tokens, got 9"):
         RotaryEmbedding(4, 8)(torch.randn(9, 4))
+
+
+def test_rope_stretches_long_wavelengths_by_the_factor_and_keeps_short_ones():
+    frequencies = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
+    # turns within 100 positions: 15.9, 1.59, 0.159, 0.0159
+    new = stretched(frequencies, 8.0, 100)
+    kept = (100 * 0.1 / (2 * math.pi) - 1) / 3
+    expected = [1.0, 0.1 * (kept + (1 - kept) / 8), 0.01 / 8, 0.001 / 8]
+    torch.testing.assert_close(new.tolist(), expected)
+    assert torch.equal(stretched(frequencies, 1.0, 100), frequencies)
+
+
+def test_rope_takes_positions_of_each_sequence():
+    rope = RotaryEmbedding(8, 16)
+    x = torch.randn(2, 3, 2, 8)
+    turned = rope(x, torch.tensor([[4, 5], [0, 9]]))
+    whole = rope(x.new_zeros(1, 16, 8) + x[1, 2, 1])
+    torch.testing.assert_close(turned[1, 2, 1], whole[0, 9])
+    torch.testing.assert_close(turned[1, :, 0], x[1, :, 0])
+
+
+def test_rope_tables_exist_for_a_model_built_on_the_meta_device(model_config):
+    with torch.device("meta"):
+        model = Transformer(model_config)
+    model.to_empty(device="cpu")
+    x = torch.randn(1, 4, 5, 8)
+    expected = RotaryEmbedding(8, 24)(x)
+    assert torch.equal(model.blocks[0].attention.rope(x), expected)
 
 
 def test_rms_norm_divides_by_the_root_mean_square_and_scales():
@@ -132,3 +160,59 @@ def test_tokens_of_wrong_shape_or_dtype_are_refused(model_config, tokens, got):
 def test_sequence_longer_than_the_model_is_refused(model_config):
     with pytest.raises(ConfigError, match="at most 24 tokens, got 25"):
         Transformer(model_config)(torch.zeros(1, 25, dtype=torch.int64))
+
+
+def test_shared_key_heads_equal_a_model_whose_key_heads_are_repeated(model_config):
+    grouped = Transformer(replace(model_config, num_kv_heads=2))
+    full = Transformer(model_config)
+    state = grouped.state_dict()
+    for name, weight in state.items():
+        if "k_proj" in name or "v_proj" in name:
+            assert weight.shape == (16, 32)
+            heads = weight.view(2, 8, 32)
+            state[name] = heads.repeat_interleave(2, dim=0).reshape(32, 32)
+    full.load_state_dict(state)
+    tokens = torch.randint(257, (2, 9))
+    torch.testing.assert_close(grouped(tokens), full(tokens))
+
+
+def test_window_hides_older_tokens_in_the_layers_that_have_it(model_config):
+    tokens = torch.randint(257, (1, 12))
+    changed = tokens.clone()
+    changed[0, 0] = (changed[0, 0] + 1) % 257
+    for layers, reach in (("*", 1 + 2 * 3), ("0", 12)):
+        config = replace(model_config, sliding_window=4, window_layers=layers)
+        model = Transformer(config)
+        difference = (model(tokens) - model(changed)).abs().amax(dim=-1)[0]
+        # each windowed layer carries a token at most 3 further
+        assert (difference[:reach] > 0).all()
+        assert (difference[reach:] == 0).all()
+
+
+def test_qk_norm_makes_scores_independent_of_the_size_of_queries_and_keys(model_config):
+    model = Transformer(replace(model_config, qk_norm=True, norm_eps=1e-12))
+    tokens = torch.randint(257, (1, 9))
+    before = model(tokens)
+    with torch.no_grad():
+        model.blocks[0].attention.q_proj.weight.mul_(3)
+        model.blocks[1].attention.k_proj.weight.mul_(5)
+    torch.testing.assert_close(model(tokens), before)
+
+
+def test_head_size_is_free_of_the_width(model_config):
+    model = Transformer(replace(model_config, num_heads=3, head_size=10))
+    assert model.blocks[0].attention.q_proj.weight.shape == (30, 32)
+    assert model.blocks[0].attention.o_proj.weight.shape == (32, 30)
+    assert model(torch.randint(257, (1, 5))).shape == (1, 5, 257)
+
+
+def test_new_settings_leave_the_weights_of_older_checkpoints_as_they_were(model_config):
+    names = set(Transformer(model_config).state_dict())
+    block = {
+        *(f"attention.{each}_proj.weight" for each in "qkvo"),
+        *(f"feed_forward.{each}_proj.weight" for each in ("gate", "up", "down")),
+        "attention_norm.weight",
+        "feed_forward_norm.weight",
+    }
+    outside = {"embedding.weight", "norm.weight", "head.weight"}
+    assert names == outside | {f"blocks.{i}.{each}" for i in range(2) for each in block}

@@ -32,3 +32,28 @@ def test_runs_shorter_than_the_schedule_have_a_learning_rate(warmup, expected):
     config = TrainingConfig(learning_rate=1.0, steps=2, warmup_steps=warmup)
     rates = [learning_rate_at(step, config) for step in range(2)]
     assert rates == pytest.approx(expected)
+
+
+def test_wsd_rises_stays_and_falls_linearly():
+    config = TrainingConfig(
+        learning_rate=1.0,
+        steps=20,
+        warmup_steps=4,
+        schedule="wsd",
+        decay_fraction=0.25,
+        final_lr_fraction=0.0,
+    )
+    rates = [learning_rate_at(step, config) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4:15] == [1.0] * 11
+    assert rates[15:] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 1.0])
+def test_wsd_of_any_fraction_stays_between_its_ends(fraction):
+    config = TrainingConfig(
+        learning_rate=1.0, steps=3, warmup_steps=0, schedule="wsd", decay_fraction=fraction
+    )
+    rates = [learning_rate_at(step, config) for step in range(3)]
+    assert all(0.1 <= rate <= 1.0 for rate in rates)
+    assert rates == sorted(rates, reverse=True)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tiny_llm import attention
+from tiny_llm.attention import registry
+from tiny_llm.attention.eager import scaled_dot_product_attention
 from tiny_llm.attention.sdpa import sdpa_attention
 from tiny_llm.config import ModelConfig
 from tiny_llm.errors import ConfigError, TinyLLMError
@@ -14,18 +16,38 @@ from tiny_llm.transformer import Transformer
 
 @pytest.fixture
 def flash_missing(monkeypatch):
-    monkeypatch.delitem(sys.modules, "tiny_llm.attention.flash", raising=False)
+    forget_flash(monkeypatch)
     monkeypatch.setitem(sys.modules, "flash_kernel", None)
 
 
-def test_names_are_the_three_built_in_backends():
-    assert attention.names() == ("eager", "flash", "sdpa")
+def forget_flash(monkeypatch):
+    """Have flash-kernel looked for anew: a backend is probed once."""
+    for module in ("flash", "flash_backend"):
+        monkeypatch.delitem(sys.modules, f"tiny_llm.attention.{module}", raising=False)
+
+
+BUILT_IN = (
+    "eager",
+    "flash",
+    "flash-mock",
+    "flex",
+    "sdpa",
+    "sdpa-cudnn",
+    "sdpa-efficient",
+    "sdpa-flash",
+    "sdpa-math",
+)
+
+
+def test_names_are_the_built_in_backends():
+    assert attention.names() == BUILT_IN
 
 
 def test_unknown_name_is_a_key_error_that_lists_the_registered_ones():
     with pytest.raises(KeyError) as caught:
         attention.get("falsh")
-    assert str(caught.value) == "unknown attention 'falsh'; registered: 'eager', 'flash', 'sdpa'"
+    known = ", ".join(map(repr, BUILT_IN))
+    assert str(caught.value) == f"unknown attention 'falsh'; registered: {known}"
     assert isinstance(caught.value, TinyLLMError)
 
 
@@ -40,7 +62,7 @@ def test_missing_flash_kernel_is_an_import_error_that_names_the_extra():
 def test_broken_flash_kernel_is_reported_with_its_own_words(monkeypatch, tmp_path):
     (tmp_path / "flash_kernel.py").write_text("import no_such_dependency")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "tiny_llm.attention.flash", raising=False)
+    forget_flash(monkeypatch)
     monkeypatch.delitem(sys.modules, "flash_kernel", raising=False)
     with pytest.raises(ImportError, match="cannot be imported: No module named 'no_such_dep"):
         attention.get("flash")
@@ -83,3 +105,65 @@ def test_a_target_that_is_neither_function_nor_place_is_refused(target):
 def test_unregistering_an_unknown_name_is_refused():
     with pytest.raises(KeyError, match="unknown attention 'mine'"):
         attention.unregister("mine")
+
+
+@pytest.mark.parametrize("name", ["", "auto", "prefer:x", "a,b", "a b"])
+def test_a_name_that_a_choice_could_not_tell_apart_is_refused(name):
+    with pytest.raises(ConfigError, match="`name` must be a word"):
+        attention.register(name, sdpa_attention)
+
+
+class Offer:
+    """An entry point, as far as the registry looks at one."""
+
+    def __init__(self, name, value):
+        self.name, self.value = name, value
+
+
+@pytest.fixture
+def offers(monkeypatch):
+    """Install the entry points appended to this list."""
+    installed = []
+    monkeypatch.setattr(registry, "entry_points", lambda group: installed)
+    registry.installed_entry_points.cache_clear()
+    yield installed
+    registry.installed_entry_points.cache_clear()
+
+
+def test_an_installed_backend_is_known_and_used_only_when_asked_for(offers):
+    offers.append(Offer("theirs", "tiny_llm.attention.sdpa:sdpa_attention"))
+    assert attention.names() == tuple(sorted((*BUILT_IN, "theirs")))
+    assert attention.get("theirs") is sdpa_attention
+    request = attention.AttentionRequest(num_heads=2, head_dim=8, device="cpu", dtype="float32")
+    assert attention.resolve(request, "auto").chosen == "sdpa"
+    assert attention.resolve(request, "theirs").chosen == "theirs"
+
+
+def test_an_installed_backend_cannot_take_the_name_of_a_built_in_one(offers, caplog):
+    offers.append(Offer("eager", "tiny_llm.attention.sdpa:sdpa_attention"))
+    assert attention.get("eager") is scaled_dot_product_attention
+    assert attention.names() == BUILT_IN
+    assert "'eager'" in caplog.text
+    assert "belongs to tiny-llm itself" in caplog.text
+
+
+def test_two_packages_that_offer_one_name_are_both_refused(offers, caplog):
+    offers += [Offer("mine", "first:attend"), Offer("mine", "second:attend")]
+    with pytest.raises(KeyError, match="unknown attention 'mine'"):
+        attention.get("mine")
+    assert "first:attend and second:attend" in caplog.text
+
+
+def test_a_broken_installed_backend_is_a_reason_and_harms_nobody_else(offers):
+    offers.append(Offer("broken", "no_such_module_anywhere:BACKEND"))
+    request = attention.AttentionRequest(num_heads=2, head_dim=8)
+    (reason,) = attention.backend("broken").reasons(request)
+    assert reason.code == "broken"
+    assert "No module named 'no_such_module_anywhere'" in reason.text
+    assert attention.explain(request, "eager").chosen == "eager"
+
+
+def test_registering_the_name_of_an_installed_backend_is_refused(offers):
+    offers.append(Offer("theirs", "tiny_llm.attention.sdpa:sdpa_attention"))
+    with pytest.raises(ConfigError, match="'theirs' is already registered"):
+        attention.register("theirs", sdpa_attention)

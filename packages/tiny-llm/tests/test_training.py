@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from tiny_llm.attention.sdpa import sdpa_attention
 from tiny_llm.config import TrainingConfig
 from tiny_llm.errors import ConfigError, TrainingError
+from tiny_llm.loss import IGNORED, LanguageModelLoss, next_token_loss
 from tiny_llm.optimizer import build_optimizer
-from tiny_llm.training import batch_at, next_token_loss, train_steps, update
+from tiny_llm.training import Stepper, batch_at, build_scaler, train_steps
 from tiny_llm.transformer import Transformer
 
 
@@ -79,8 +81,11 @@ def test_gradient_is_cut_to_the_given_norm(model_config, training_config, random
     norm = torch.stack([grad.norm() for grad in whole.values()]).norm()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    config = replace(training_config, grad_clip=0.01)
+    stepper = Stepper(model, optimizer, build_scaler(config, "cpu"), config)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    update(model, optimizer, next_token_loss(model, inputs, targets), grad_clip=0.01)
+    stepper.backward(inputs, targets)
+    stepper.update()
     for name, parameter in model.named_parameters():
         step = before[name] - parameter
         torch.testing.assert_close(step, whole[name] * 0.01 / norm, rtol=1e-3, atol=1e-6)
@@ -121,6 +126,111 @@ def test_what_does_not_fit_the_model_is_refused_before_the_first_step(
     small = Transformer(replace(model_config, vocab_size=256))
     with pytest.raises(ConfigError, match="has a vocabulary of 257, the model only 256"):
         train_steps(small, token_file, training_config, device="cpu")
+
+
+def gradients(model, batch, config):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss = Stepper(model, optimizer, build_scaler(config, "cpu"), config).backward(*batch)
+    return loss, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("micro_batches", [2, 3, 7])
+def test_accumulated_gradient_equals_that_of_the_full_batch_when_parts_have_unequal_tokens(
+    model_config, random_tokens, micro_batches
+):
+    model = Transformer(model_config).double()
+    config = TrainingConfig(batch_size=7, seq_len=20)
+    inputs, targets = (each.clone() for each in batch_at(0, random_tokens, config))
+    # a padded row and a half padded one: the parts differ in tokens, not only in rows
+    targets[2] = IGNORED
+    targets[5, :10] = IGNORED
+    expected_loss, expected = gradients(model, (inputs, targets), config)
+    parts = replace(config, micro_batches=micro_batches)
+    loss, found = gradients(model, (inputs, targets), parts)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+def test_activation_checkpointing_changes_neither_numbers_nor_names(
+    model_config, training_config, random_tokens
+):
+    losses, names = [], []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = Transformer(model_config)
+        config = replace(training_config, activation_checkpointing=enabled)
+        losses.append(train_steps(model, random_tokens, config, device="cpu"))
+        names.append(list(model.state_dict()))
+    assert losses[0] == losses[1]
+    assert names[0] == names[1]
+
+
+def test_activation_checkpointing_computes_each_block_twice(model_config, random_tokens):
+    calls = []
+    model = Transformer(model_config)
+    for block in model.blocks:
+        block.feed_forward.register_forward_pre_hook(lambda *_: calls.append(1))
+    config = TrainingConfig(batch_size=1, seq_len=8, steps=1, activation_checkpointing=True)
+    train_steps(model, random_tokens, config, device="cpu")
+    assert len(calls) == 2 * model_config.num_layers
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_reduced_precision_learns_and_keeps_float32_weights(
+    model_config, training_config, random_tokens, precision
+):
+    losses = {}
+    for each in ("fp32", precision):
+        torch.manual_seed(0)
+        model = Transformer(model_config)
+        config = replace(training_config, precision=each)
+        losses[each] = train_steps(model, random_tokens, config, device="cpu")
+        assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    assert losses[precision] != losses["fp32"]
+    assert losses[precision] == pytest.approx(losses["fp32"], rel=0.01)
+
+
+def test_fp16_step_whose_gradient_overflows_is_passed_over_and_lowers_the_scale(
+    model_config, training_config, random_tokens
+):
+    model = Transformer(model_config)
+    config = replace(training_config, precision="fp16", steps=1)
+    scaler = build_scaler(config, "cpu")
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**120})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    train_steps(model, random_tokens, config, device="cpu", scaler=scaler)
+    assert scaler.get_scale() == 2.0**119
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_compiled_training_gives_the_losses_of_eager_training(
+    model_config, training_config, random_tokens, monkeypatch
+):
+    graphs = []
+
+    def count_graphs(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    # Dynamo traces model and loss as it does before Inductor, which would take a minute here
+    monkeypatch.setattr(
+        LanguageModelLoss, "compile", lambda self: nn.Module.compile(self, backend=count_graphs)
+    )
+    losses = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Transformer(model_config)
+        config = replace(training_config, compile=compiled)
+        losses.append(train_steps(model, random_tokens, config, device="cpu"))
+    assert len(graphs) == 1, "one whole graph, compiled once"
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_batch_without_a_row_for_each_micro_batch_is_refused(training_config):
+    with pytest.raises(ConfigError, match="`micro_batches` must be at most `batch_size`, got 5"):
+        replace(training_config, micro_batches=5)
 
 
 @pytest.mark.gpu

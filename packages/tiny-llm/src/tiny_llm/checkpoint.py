@@ -2,30 +2,41 @@
 
 The file is a `torch.save` archive of numbers, strings and tensors, so that loading it runs no code,
 and twelve more bytes: a mark and the CRC-32 of the archive, because `torch.load` does not notice a
-flipped bit.  There is no random state in it: a run has none (see `tiny_llm.training`).
+flipped bit.
+
+Weights and optimizer state are whole and under the parameters' names, however many processes they
+were sharded over: so a checkpoint loads on any number of processes.  The data position is the step
+(see `tiny_llm.training`).  A run draws no random numbers, but a custom attention may: the state of
+torch's generators is kept too.
 """
 
-import os
 import pickle
-import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import AdamW
 
 from tiny_llm.config import ModelConfig, TrainingConfig
 from tiny_llm.errors import ConfigError, FileError, FormatError
-from tiny_llm.files import atomic_write, crc32_of, reason_of
-from tiny_llm.optimizer import build_optimizer
+from tiny_llm.files import atomic_write, reason_of
+from tiny_llm.optimizer import (
+    NamedState,
+    build_optimizer,
+    load_state_by_name,
+    state_by_name,
+    whole,
+)
+from tiny_llm.seal import seal, verify_seal
+from tiny_llm.training import build_scaler
 from tiny_llm.transformer import Transformer
 
 FILE_NAME = "checkpoint.pt"
-FORMAT = "tiny-llm checkpoint 1"
-TRAILER = struct.Struct("<8sI")
-TRAILER_MARK = b"TINYCKPT"
+FORMAT = "tiny-llm checkpoint 2"
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +50,10 @@ class Checkpoint:
         step: Number of steps done.
         tokens_checksum: Checksum of the token file trained on.
         model_state: Weights by name.
-        optimizer_state: What `torch.optim.Optimizer.state_dict` gave.
+        optimizer_state: What `optimizer.state_by_name` gave.
+        scaler_state: What the fp16 loss scaler's `state_dict` gave.
+        rng_state: The state of torch's generators, by device.
+        attention: The backend that ran in each layer, if that was recorded.
     """
 
     path: Path
@@ -48,10 +62,13 @@ class Checkpoint:
     step: int
     tokens_checksum: int
     model_state: dict[str, Any]
-    optimizer_state: dict[str, Any]
+    optimizer_state: NamedState
+    scaler_state: dict[str, Any]
+    rng_state: dict[str, Tensor]
+    attention: tuple[str, ...]
 
     def build_model(
-        self, *, device: str | torch.device, attention: str | None = None
+        self, *, device: str | torch.device, attention: str | dict[str, str] | None = None
     ) -> Transformer:
         """Return the model on `device`, if asked with another attention backend than the run's.
 
@@ -77,11 +94,26 @@ class Checkpoint:
         """
         optimizer = build_optimizer(model, self.training_config)
         try:
-            optimizer.load_state_dict(self.optimizer_state)
-        except (ValueError, KeyError, TypeError) as error:
+            load_state_by_name(model, optimizer, self.optimizer_state)
+        except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
             message = f"checkpoint {self.path} has an optimizer state that does not fit: {error}"
             raise FormatError(message) from error
         return optimizer
+
+    def build_scaler(self, device: torch.device) -> GradScaler:
+        """Return the fp16 loss scaler in the state it was saved in."""
+        scaler = build_scaler(self.training_config, device)
+        if self.scaler_state and scaler.is_enabled():
+            scaler.load_state_dict(self.scaler_state)
+        return scaler
+
+    def restore_rng(self) -> None:
+        """Set torch's generators to where the run had left them."""
+        for name, state in self.rng_state.items():
+            if name == "cpu":
+                torch.set_rng_state(state)
+            elif torch.cuda.is_available():
+                torch.cuda.set_rng_state(state)
 
 
 def checkpoint_path(run: str | Path) -> Path:
@@ -98,6 +130,9 @@ def save_checkpoint(
     training_config: TrainingConfig,
     step: int,
     tokens_checksum: int,
+    scaler: GradScaler | None = None,
+    attention: Sequence[str] = (),
+    is_main: bool = True,
 ) -> None:
     """Write a checkpoint; until it is whole, the old one stays in place.
 
@@ -108,6 +143,9 @@ def save_checkpoint(
         training_config: The run it is part of.
         step: Number of steps done.
         tokens_checksum: `TokenFile.checksum` of the tokens trained on.
+        scaler: The fp16 loss scaler, if there is one.
+        attention: The backend that runs in each layer.
+        is_main: False only gathers this process's shards for the one that writes.
 
     Raises:
         FileError: The file cannot be written.
@@ -120,9 +158,24 @@ def save_checkpoint(
         "training_config": asdict(training_config),
         "step": step,
         "tokens_checksum": tokens_checksum,
-        "model": bare.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "model": {name: whole(value) for name, value in bare.state_dict().items()},
+        "optimizer": state_by_name(bare, optimizer),
+        "scaler": scaler.state_dict() if scaler is not None else {},
+        "rng": _rng_state(),
+        "attention": list(attention),
     }
+    if is_main:
+        _write(path, content)
+
+
+def _rng_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
     with atomic_write(path) as file:
         try:
             torch.save(content, file)
@@ -131,10 +184,7 @@ def save_checkpoint(
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
-        archive_size = file.tell()
-        file.seek(0)
-        checksum = crc32_of(file, archive_size)
-        file.write(TRAILER.pack(TRAILER_MARK, checksum))
+        seal(file)
 
 
 def unwrapped(model: nn.Module) -> Transformer:
@@ -158,7 +208,7 @@ def load_checkpoint(run: str | Path) -> Checkpoint:
     """
     path = checkpoint_path(run)
     try:
-        _verify(path)
+        verify_seal(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         message = f"checkpoint {path} does not exist; make it with tiny-llm train"
@@ -170,22 +220,6 @@ def load_checkpoint(run: str | Path) -> Checkpoint:
         message = f"checkpoint {path} holds no archive of plain tensors"
         raise FormatError(message) from error
     return _parse(path, content)
-
-
-def _verify(path: Path) -> None:
-    """Check mark and checksum."""
-    with path.open("rb") as file:
-        archive_size = file.seek(0, os.SEEK_END) - TRAILER.size
-        file.seek(max(0, archive_size))
-        trailer = file.read(TRAILER.size)
-        if len(trailer) < TRAILER.size or not trailer.startswith(TRAILER_MARK):
-            message = f"{path} is not a tiny-llm checkpoint, or it is truncated"
-            raise FormatError(message)
-        file.seek(0)
-        checksum = crc32_of(file, archive_size)
-    if trailer != TRAILER.pack(TRAILER_MARK, checksum):
-        message = f"checkpoint {path} is damaged (wrong checksum)"
-        raise FormatError(message)
 
 
 def _parse(path: Path, content: Any) -> Checkpoint:
@@ -201,6 +235,9 @@ def _parse(path: Path, content: Any) -> Checkpoint:
             tokens_checksum=content["tokens_checksum"],
             model_state=content["model"],
             optimizer_state=content["optimizer"],
+            scaler_state=content["scaler"],
+            rng_state=content["rng"],
+            attention=tuple(content["attention"]),
         )
     except (KeyError, TypeError, ConfigError) as error:
         message = f"checkpoint {path} is not complete: {error}"

@@ -1,106 +1,223 @@
-"""What `tiny-llm prepare`, `train` and `generate` do, given their parsed arguments."""
+"""What `tiny-llm prepare`, `eval`, `generate`, `chat` and `attention` do."""
 
-import argparse
-import codecs
+import json
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from tiny_llm import generation
-from tiny_llm.checkpoint import FILE_NAME, load_checkpoint, save_checkpoint
-from tiny_llm.cli import flag_of
-from tiny_llm.config import MAX_SEED, ModelConfig, TrainingConfig
-from tiny_llm.data import TokenFile, prepare_tokens, stdlib_sources
-from tiny_llm.errors import ConfigError, FileError, TrainingError
-from tiny_llm.files import reason_of
-from tiny_llm.optimizer import build_optimizer
-from tiny_llm.tokenizer import ByteTokenizer
-from tiny_llm.training import check_fits, train_steps
+from tiny_llm import evaluation, generation
+from tiny_llm.bpe import BPETokenizer
+from tiny_llm.checkpoint import Checkpoint, load_checkpoint
+from tiny_llm.config import MAX_SEED
+from tiny_llm.data import Tokens, open_tokens, prepare_shards, prepare_tokens, stdlib_sources
+from tiny_llm.devices import require, resolve_device
+from tiny_llm.documents import find_sources, iter_documents
+from tiny_llm.errors import ConfigError
+from tiny_llm.options import (
+    AttentionOptions,
+    ChatOptions,
+    EvalOptions,
+    GenerateOptions,
+    PrepareOptions,
+    SamplingOptions,
+)
+from tiny_llm.settings_file import parse_attention
+from tiny_llm.shards import INDEX
+from tiny_llm.tokenizer import ByteTokenizer, Tokenizer, check_same_tokenizer
+from tiny_llm.tokenizer_files import FILE_NAME as TOKENIZER_FILE
+from tiny_llm.tokenizer_files import tokenizer_of_run, tokenizer_path
 from tiny_llm.transformer import Transformer
 
-# a run's other settings decide its losses, so they cannot change half-way
-FREE_ON_RESUME = frozenset({"steps", "attention"})
 
-
-@dataclass(frozen=True)
-class Run:
-    """A training that is about to start or to go on."""
-
-    model: Transformer
-    optimizer: torch.optim.Optimizer
-    config: TrainingConfig
-    start_step: int
-
-
-def prepare(arguments: argparse.Namespace) -> None:
-    """Write a token file from the named files, or from the standard library's sources."""
-    if arguments.sources and arguments.max_bytes is not None:
+def prepare(options: PrepareOptions) -> None:
+    """Write a token file, or shards, from the named sources or the standard library's."""
+    require(options, "out")
+    if options.sources and options.max_bytes:
         raise ConfigError("--max-bytes is for the standard library's sources, not for named files")
-    if arguments.max_bytes is not None and arguments.max_bytes < 1:
-        message = f"--max-bytes must be at least 1, got {arguments.max_bytes}"
+    if options.max_bytes < 0:
+        message = f"--max-bytes must be at least 1, got {options.max_bytes}"
         raise ConfigError(message)
-    sources = arguments.sources or stdlib_sources(arguments.max_bytes)
-    tokens = prepare_tokens(sources, arguments.out, ByteTokenizer(), progress=True)
+    paths = options.sources or stdlib_sources(options.max_bytes or None)
+    sources = find_sources(paths, options.column or None)
+    tokenizer, to_save = _prepare_tokenizer(options, sources)
+    column = options.column or None
+    tokens: Tokens
+    if options.shard_tokens:
+        tokens = prepare_shards(
+            sources,
+            options.out,
+            tokenizer,
+            shard_tokens=options.shard_tokens,
+            column=column,
+            progress=True,
+        )
+    else:
+        tokens = prepare_tokens(sources, options.out, tokenizer, column=column, progress=True)
+    if to_save is not None:
+        to_save.save(tokenizer_path(tokens.path))
     print(f"{tokens.path}: {len(tokens):,} tokens from {len(sources)} files")
 
 
-def train(arguments: argparse.Namespace) -> None:
-    """Start a run or go on with one, saving checkpoints into its folder."""
-    every = arguments.checkpoint_every
-    if every < 1:
-        message = f"--checkpoint-every must be at least 1, got {every}"
-        raise ConfigError(message)
-    device = resolve_device(arguments.device)
-    tokens = TokenFile.open(arguments.tokens)
-    path = Path(arguments.out) / FILE_NAME
-    with _out_of_memory_explained():
-        start = _resumed_run if arguments.resume else _new_run
-        run = start(path, tokens, _given_settings(arguments), device)
-        if run.start_step >= run.config.steps:
-            print(f"{path} is at step {run.start_step} already; pass more --steps to go on")
-            return
-        check_fits(run.model, tokens, run.config)
-        _make_writable_folder(path.parent)
-        loss = _train_with_checkpoints(run, tokens, path, device, every)
-    print(f"step {run.config.steps}: loss {loss:.4f} nats per token; saved {path}")
+def evaluate(options: EvalOptions) -> None:
+    """Print how well a model predicts a text."""
+    require(options, "checkpoint", "tokens")
+    checkpoint, model, tokenizer = _open_model(
+        options.checkpoint, options.attention, options.device
+    )
+    tokens = open_tokens(options.tokens)
+    check_same_tokenizer(options.tokens, tokens.tokenizer_checksum, tokenizer)
+    result = evaluation.evaluate(
+        model,
+        tokens,
+        tokenizer,
+        seq_len=checkpoint.training_config.seq_len,
+        batch_size=options.batch_size,
+        max_batches=options.max_batches or None,
+        precision=options.precision,
+    )
+    described = {**asdict(result), "perplexity": result.perplexity}
+    print(json.dumps(described) if options.json else result)
 
 
-def generate(arguments: argparse.Namespace) -> None:
+def generate(options: GenerateOptions) -> None:
     """Print the prompt and its continuation, token by token."""
-    device = resolve_device(arguments.device)
-    checkpoint = load_checkpoint(arguments.checkpoint)
-    tokenizer = ByteTokenizer()
+    require(options, "checkpoint")
+    _, model, tokenizer = _open_model(options.checkpoint, options.attention, options.device)
+    prompt = tokenizer.encode(options.prompt)
+    new_tokens = _continued(model, tokenizer, prompt, options.sampling)
+    for text in generation.stream_text(chain(prompt, new_tokens), tokenizer):
+        _write(text)
+    _write("\n")
+
+
+def chat(options: ChatOptions) -> None:
+    """Continue the lines that come from the standard input, one after the other."""
+    require(options, "checkpoint")
+    _, model, tokenizer = _open_model(options.checkpoint, options.attention, options.device)
+    text: list[int] = []
+    while line := _ask():
+        text += tokenizer.encode(line + "\n")
+        answer = _recorded(_continued(model, tokenizer, list(text), options.sampling), text)
+        for piece in generation.stream_text(answer, tokenizer):
+            _write(piece)
+        _write("\n")
+        text += tokenizer.encode("\n")
+
+
+def _recorded(tokens: Iterator[int], text: list[int]) -> Iterator[int]:
+    for token in tokens:
+        text.append(token)
+        yield token
+
+
+def attention(options: AttentionOptions) -> None:
+    """Print which backend a request gets and why not the others."""
+    from tiny_llm.attention.explain import explain
+    from tiny_llm.attention.request import AttentionRequest
+
+    if options.action != "explain":
+        message = f"attention can only explain, got {options.action!r}"
+        raise ConfigError(message)
+    request = AttentionRequest(
+        num_heads=options.num_heads,
+        num_kv_heads=options.num_kv_heads,
+        head_dim=options.head_dim,
+        seqlen_q=options.seqlen if options.seqlen_q is None else options.seqlen_q,
+        seqlen_k=options.seqlen,
+        is_causal=options.is_causal,
+        window=options.window,
+        dtype=options.dtype,
+        device=options.device,
+        capability=options.capability if options.device == "cuda" else None,
+        needs_grad=options.training,
+    )
+    explanation = explain(request, options.choice)
+    print(json.dumps(explanation.to_dict()) if options.json else explanation.table())
+
+
+def _prepare_tokenizer(
+    options: PrepareOptions, sources: list[Path]
+) -> tuple[Tokenizer, BPETokenizer | None]:
+    """Return the tokenizer to use, and again if it is to be saved beside the tokens."""
+    if options.tokenizer and options.vocab_size:
+        raise ConfigError(
+            "--vocab-size trains a tokenizer, --tokenizer names one: pass one of them"
+        )
+    if options.tokenizer:
+        bpe = BPETokenizer.load(options.tokenizer)
+        return bpe, bpe
+    if not options.vocab_size:
+        return ByteTokenizer(), None
+    saved = Path(options.out) / TOKENIZER_FILE
+    if options.shard_tokens and saved.exists() and (Path(options.out) / INDEX).exists():
+        # an earlier prepare was stopped: its shards were made with this one
+        bpe = BPETokenizer.load(saved)
+        return bpe, bpe
+    bpe = BPETokenizer.train(_beginning(sources, options), options.vocab_size)
+    if options.shard_tokens:
+        Path(options.out).mkdir(parents=True, exist_ok=True)
+        bpe.save(saved)
+    return bpe, bpe
+
+
+def _beginning(sources: list[Path], options: PrepareOptions) -> Iterator[bytes]:
+    left = options.tokenizer_bytes
+    for document in iter_documents(sources, options.column or None, lambda count: None):
+        for piece in document:
+            if left <= 0:
+                return
+            yield piece
+            left -= len(piece)
+
+
+def _open_model(
+    run: str, attention_name: str, device: str
+) -> tuple[Checkpoint, Transformer, Tokenizer]:
+    place = resolve_device(device)
+    checkpoint = load_checkpoint(run)
+    tokenizer = tokenizer_of_run(checkpoint.path)
     if checkpoint.model_config.vocab_size != tokenizer.vocab_size:
         message = (
             f"checkpoint {checkpoint.path} has a vocabulary of "
-            f"{checkpoint.model_config.vocab_size}, the byte tokenizer {tokenizer.vocab_size}"
+            f"{checkpoint.model_config.vocab_size}, its tokenizer {tokenizer.vocab_size}"
         )
         raise ConfigError(message)
-    model = checkpoint.build_model(device=device, attention=arguments.attention)
-    prompt = tokenizer.encode(arguments.prompt)
-    new_tokens = generation.generate(
+    chosen = parse_attention(attention_name) if attention_name else None
+    return checkpoint, checkpoint.build_model(device=place, attention=chosen).eval(), tokenizer
+
+
+def _continued(
+    model: Transformer, tokenizer: Tokenizer, prompt: list[int], sampling: SamplingOptions
+) -> Iterator[int]:
+    if not 0 <= sampling.seed <= MAX_SEED:
+        message = f"--seed must be 0 to {MAX_SEED}, got {sampling.seed}"
+        raise ConfigError(message)
+    return generation.generate(
         model,
         # a text begins where another has ended
         prompt or [tokenizer.end_of_text],
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        generator=_seeded_generator(arguments.seed),
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
+        generator=torch.Generator().manual_seed(sampling.seed),
         stop_token=tokenizer.end_of_text,
     )
-    # a character of several bytes is printed when its last byte has come
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    _write(decoder.decode(bytes(prompt)))
-    for token in new_tokens:
-        _write(decoder.decode(tokenizer.decode_bytes([token])))
-    _write(decoder.decode(b"", final=True) + "\n")
+
+
+def _ask() -> str:
+    if _is_terminal():
+        _write("> ")
+    return next(islice(sys.stdin, 1), "").rstrip("\n")
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _write(text: str) -> None:
@@ -108,135 +225,3 @@ def _write(text: str) -> None:
     encoding = sys.stdout.encoding
     sys.stdout.write(text.encode(encoding, errors="replace").decode(encoding))
     sys.stdout.flush()
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device called `name`; ``auto`` is CUDA where there is one, else the CPU.
-
-    Raises:
-        ConfigError: There is no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    known = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": torch.backends.mps.is_available()}
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or (device.index or 0) >= known.get(device.type, 0):
-        available = ", ".join(kind for kind, count in known.items() if count)
-        message = f"--device {name} is not available here; there is: {available}"
-        raise ConfigError(message)
-    return device
-
-
-def _given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the model's and the training's settings that the command line names."""
-    names = {item.name for config in (ModelConfig, TrainingConfig) for item in fields(config)}
-    return {name: value for name, value in vars(arguments).items() if name in names}
-
-
-def _split(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    model_names = {item.name for item in fields(ModelConfig)}
-    return (
-        {name: value for name, value in settings.items() if name in model_names},
-        {name: value for name, value in settings.items() if name not in model_names},
-    )
-
-
-def _new_run(path: Path, tokens: TokenFile, given: dict[str, Any], device: torch.device) -> Run:
-    if path.exists():
-        message = f"{path} exists already: pass --resume to go on with that run, or another --out"
-        raise FileError(message)
-    model_settings, training_settings = _split(given)
-    config = TrainingConfig(**training_settings)
-    model_config = ModelConfig(
-        vocab_size=tokens.vocab_size, max_seq_len=config.seq_len, **model_settings
-    )
-    torch.manual_seed(config.seed)
-    model = Transformer(model_config).to(device)
-    return Run(model, build_optimizer(model, config), config, start_step=0)
-
-
-def _resumed_run(path: Path, tokens: TokenFile, given: dict[str, Any], device: torch.device) -> Run:
-    checkpoint = load_checkpoint(path)
-    if checkpoint.tokens_checksum != tokens.checksum:
-        message = f"{tokens.path} is not the token file that {path} was trained on"
-        raise ConfigError(message)
-    model_settings, training_settings = _split(given)
-    for config, settings in (
-        (checkpoint.model_config, model_settings),
-        (checkpoint.training_config, training_settings),
-    ):
-        for name, value in settings.items():
-            saved = getattr(config, name)
-            if value != saved and name not in FREE_ON_RESUME:
-                message = f"{flag_of(name)} cannot change on --resume: it was {saved}, got {value}"
-                raise ConfigError(message)
-    model = checkpoint.build_model(device=device, attention=given.get("attention"))
-    config = replace(checkpoint.training_config, **training_settings)
-    return Run(model, checkpoint.build_optimizer(model), config, checkpoint.step)
-
-
-def _train_with_checkpoints(
-    run: Run, tokens: TokenFile, path: Path, device: torch.device, every: int
-) -> float:
-    """Train to the end and return the last loss."""
-    config = run.config
-    with tqdm(total=config.steps, initial=run.start_step, desc="train", unit="step") as bar:
-
-        def on_step(step: int, loss: float) -> None:
-            bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-            bar.update()
-            done = step + 1
-            if done % every == 0 or done == config.steps:
-                save_checkpoint(
-                    path,
-                    model=run.model,
-                    optimizer=run.optimizer,
-                    training_config=config,
-                    step=done,
-                    tokens_checksum=tokens.checksum,
-                )
-
-        losses = train_steps(
-            run.model,
-            tokens,
-            config,
-            device=device,
-            start_step=run.start_step,
-            optimizer=run.optimizer,
-            on_step=on_step,
-        )
-    return losses[-1]
-
-
-def _make_writable_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # found out now, not at the first checkpoint
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        message = f"cannot write into {folder}: {reason_of(error)}"
-        raise FileError(message) from error
-
-
-def _seeded_generator(seed: int) -> torch.Generator:
-    if not 0 <= seed <= MAX_SEED:
-        message = f"--seed must be 0 to {MAX_SEED}, got {seed}"
-        raise ConfigError(message)
-    return torch.Generator().manual_seed(seed)
-
-
-@contextmanager
-def _out_of_memory_explained() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        # on a CPU torch raises a plain RuntimeError
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            raise TrainingError(
-                "out of memory: lower --batch-size, --seq-len or the model's size"
-            ) from error
-        raise

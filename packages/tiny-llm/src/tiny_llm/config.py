@@ -1,70 +1,20 @@
-"""What a model is and how it is trained: two frozen records, checked when they are made.
+"""What a model is and how it is trained: frozen records, checked when they are made.
 
 Each field carries its own help text, which is also what `tiny-llm train --help` prints.
 """
 
-import math
-from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from dataclasses import dataclass
 
 from tiny_llm.errors import ConfigError
-from tiny_llm.tokenizer import ByteTokenizer
+from tiny_llm.model_config import PRESETS, ModelConfig, preset
+from tiny_llm.settings import check_positive_finite, check_range, check_types, setting
 
-T = TypeVar("T")
+__all__ = ["MAX_SEED", "PRESETS", "ModelConfig", "RunConfig", "TrainingConfig", "preset"]
 
 MAX_SEED = 2**63 - 1  # what torch.manual_seed takes
-
-
-def _setting(default: T, help_text: str) -> T:
-    """A dataclass field with a default and a help text, typed as its value."""
-    made: T = field(default=default, metadata={"help": help_text})
-    return made
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a `Transformer` and the attention it computes with.
-
-    Raises:
-        ConfigError: A field is out of range, or the width cannot be split into heads.
-    """
-
-    vocab_size: int = _setting(ByteTokenizer.vocab_size, "number of token ids")
-    d_model: int = _setting(128, "width of the residual stream")
-    num_layers: int = _setting(4, "number of blocks")
-    num_heads: int = _setting(4, "attention heads per block; divides d_model")
-    d_ff: int = _setting(384, "hidden width of the feed-forward layer")
-    max_seq_len: int = _setting(128, "longest sequence the model can see, in tokens")
-    rope_theta: float = _setting(10_000.0, "base of the rotary wavelengths")
-    norm_eps: float = _setting(1e-5, "added to the mean square in RMSNorm")
-    tie_embeddings: bool = _setting(True, "share the embedding's weight with the output layer")
-    attention: str = _setting(
-        "eager", "attention backend: eager (readable), sdpa (torch's), flash (tiny-llm[flash])"
-    )
-
-    def __post_init__(self) -> None:
-        _check_types(self)
-        for name in ("vocab_size", "d_model", "num_layers", "num_heads", "d_ff", "max_seq_len"):
-            _check_range(self, name, minimum=1)
-        for name in ("rope_theta", "norm_eps"):
-            _check_positive_finite(self, name)
-        if self.d_model % self.num_heads:
-            message = (
-                f"`d_model` must be a multiple of `num_heads`, "
-                f"got d_model={self.d_model} and num_heads={self.num_heads}"
-            )
-            raise ConfigError(message)
-        if self.head_dim % 2:
-            message = (
-                f"d_model / num_heads must be even, because RoPE rotates pairs, got "
-                f"{self.d_model} / {self.num_heads} = {self.head_dim}"
-            )
-            raise ConfigError(message)
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.d_model // self.num_heads
+PRECISIONS = ("fp32", "bf16", "fp16")
+SCHEDULES = ("cosine", "wsd")
+PARALLELS = ("auto", "none", "ddp", "fsdp")
 
 
 @dataclass(frozen=True)
@@ -75,52 +25,83 @@ class TrainingConfig:
         ConfigError: A field is out of range.
     """
 
-    batch_size: int = _setting(16, "sequences per step")
-    seq_len: int = _setting(128, "tokens per sequence")
-    steps: int = _setting(200, "optimizer steps of the whole run")
-    learning_rate: float = _setting(2e-3, "peak learning rate, reached after the warm-up")
-    final_lr_fraction: float = _setting(0.1, "share of the peak at which the cosine ends")
-    warmup_steps: int = _setting(10, "steps over which the learning rate rises to its peak")
-    weight_decay: float = _setting(0.1, "decay of the weight matrices (norms are exempt)")
-    grad_clip: float = _setting(1.0, "largest norm of the whole gradient (inf: no clipping)")
-    seed: int = _setting(0, "decides the initial weights and every batch")
+    batch_size: int = setting(16, "sequences per step, over all micro-batches and processes")
+    seq_len: int = setting(128, "tokens per sequence")
+    steps: int = setting(200, "optimizer steps of the whole run")
+    learning_rate: float = setting(2e-3, "peak learning rate, reached after the warm-up")
+    final_lr_fraction: float = setting(0.1, "share of the peak at which the schedule ends")
+    warmup_steps: int = setting(10, "steps over which the learning rate rises to its peak")
+    weight_decay: float = setting(0.1, "decay of the weight matrices (norms are exempt)")
+    grad_clip: float = setting(1.0, "largest norm of the whole gradient (inf: no clipping)")
+    seed: int = setting(0, "decides the initial weights and every batch")
+    micro_batches: int = setting(
+        1, "parts a process's share of the batch is computed in; more take less memory"
+    )
+    precision: str = setting(
+        "fp32", "fp32, or autocast to bf16 or fp16 (with a loss scaler); weights stay float32"
+    )
+    schedule: str = setting(
+        "cosine", "after the warm-up: cosine, or wsd (constant, then a linear decay)"
+    )
+    decay_fraction: float = setting(0.2, "share of the steps in which wsd decays")
+    compile: bool = setting(False, "compile model and loss with torch.compile")
+    activation_checkpointing: bool = setting(
+        False, "compute each block again in the backward pass instead of keeping its activations"
+    )
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        for name in ("batch_size", "seq_len", "steps"):
-            _check_range(self, name, minimum=1)
+        check_types(self)
+        for name in ("batch_size", "seq_len", "steps", "micro_batches"):
+            check_range(self, name, minimum=1)
         for name in ("warmup_steps", "weight_decay"):
-            _check_range(self, name, minimum=0)
-        _check_range(self, "seed", minimum=0, maximum=MAX_SEED)
-        _check_range(self, "final_lr_fraction", minimum=0, maximum=1)
-        _check_positive_finite(self, "learning_rate")
+            check_range(self, name, minimum=0)
+        check_range(self, "seed", minimum=0, maximum=MAX_SEED)
+        for name in ("final_lr_fraction", "decay_fraction"):
+            check_range(self, name, minimum=0, maximum=1)
+        check_positive_finite(self, "learning_rate")
+        _check_choice(self, "precision", PRECISIONS)
+        _check_choice(self, "schedule", SCHEDULES)
         if not self.grad_clip > 0:
             message = f"`grad_clip` must be above 0, got {self.grad_clip}"
             raise ConfigError(message)
-
-
-def _check_types(config: ModelConfig | TrainingConfig) -> None:
-    for item in fields(config):
-        value, expected = getattr(config, item.name), type(item.default)
-        # an int serves as a float, but a bool is no int here
-        fits = type(value) is expected or (expected is float and type(value) is int)
-        if not fits:
-            message = f"`{item.name}` must be {expected.__name__}, got {value!r}"
+        if self.micro_batches > self.batch_size:
+            message = (
+                f"`micro_batches` must be at most `batch_size`, "
+                f"got {self.micro_batches} and {self.batch_size}"
+            )
             raise ConfigError(message)
 
 
-def _check_range(
-    config: ModelConfig | TrainingConfig, name: str, *, minimum: float, maximum: float = math.inf
-) -> None:
-    value = getattr(config, name)
-    if not minimum <= value <= maximum or value == math.inf:
-        limit = f"at least {minimum}" if maximum == math.inf else f"{minimum} to {maximum}"
-        message = f"`{name}` must be {limit}, got {value}"
-        raise ConfigError(message)
+@dataclass(frozen=True)
+class RunConfig:
+    """What a run reports and keeps; none of it changes the losses.
+
+    Raises:
+        ConfigError: A field is out of range.
+    """
+
+    checkpoint_every: int = setting(
+        100, "steps between checkpoints; there is always one at the end"
+    )
+    eval_tokens: str = setting("", "token file to evaluate on (default: none)")
+    eval_every: int = setting(100, "steps between evaluations; there is always one at the end")
+    eval_batches: int = setting(20, "batches of an evaluation")
+    sample_every: int = setting(0, "steps between sample texts (0: none)")
+    sample_prompt: str = setting("", "what the sample texts begin with")
+    tensorboard: bool = setting(False, "also write metrics for TensorBoard")
+    parallel: str = setting(
+        "auto", "under torchrun: ddp (auto) keeps the model whole, fsdp shards it"
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("checkpoint_every", "eval_every", "eval_batches"):
+            check_range(self, name, minimum=1)
+        check_range(self, "sample_every", minimum=0)
+        _check_choice(self, "parallel", PARALLELS)
 
 
-def _check_positive_finite(config: ModelConfig | TrainingConfig, name: str) -> None:
-    value = getattr(config, name)
-    if not 0 < value < math.inf:
-        message = f"`{name}` must be above 0 and finite, got {value}"
+def _check_choice(config: TrainingConfig | RunConfig, name: str, choices: tuple[str, ...]) -> None:
+    if getattr(config, name) not in choices:
+        message = f"`{name}` must be {', '.join(choices)}, got {getattr(config, name)!r}"
         raise ConfigError(message)

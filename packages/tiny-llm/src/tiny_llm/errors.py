@@ -4,6 +4,8 @@ Every class is also the built-in exception that fits, so library users may catch
 The command line prints a `TinyLLMError` and shows no traceback; anything else is our bug.
 """
 
+from typing import Any
+
 
 class TinyLLMError(Exception):
     """Base of all errors that are the caller's to mend."""
@@ -35,3 +37,17 @@ class FormatError(TinyLLMError, ValueError):
 
 class TrainingError(TinyLLMError, RuntimeError):
     """Training cannot go on, for example because the loss is not finite."""
+
+
+class AttentionUnavailable(TinyLLMError, RuntimeError):
+    """No backend that was asked for can serve the request; the message has every reason and fix.
+
+    Attributes:
+        trace: The `tiny_llm.attention.Decision` on each backend that was considered.
+    """
+
+    trace: tuple[Any, ...] = ()
+
+
+class MissingAttentionError(AttentionUnavailable, MissingExtraError):
+    """As `AttentionUnavailable`, because a package is absent or broken."""

@@ -1,12 +1,20 @@
-"""Sampling from a model, one token at a time."""
+"""Text from a model, token by token, for one prompt or several at once.
 
-import math
-from collections.abc import Iterator, Sequence
+Keys and values of earlier tokens are kept in a preallocated cache, so that a new token costs one
+token's work, until a text outgrows `max_seq_len`.  From then on the model sees the last
+`max_seq_len` tokens; their positions shift with each token, so each costs a whole forward pass.
+"""
+
+import codecs
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from tiny_llm.cache import KVCache
 from tiny_llm.errors import ConfigError
+from tiny_llm.sampling import Sampling, sample_token
+from tiny_llm.tokenizer import Tokenizer
 from tiny_llm.transformer import Transformer
 
 
@@ -17,12 +25,12 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float = 1.0,
+    repetition_penalty: float = 1.0,
     generator: torch.Generator | None = None,
     stop_token: int | None = None,
 ) -> Iterator[int]:
     """Yield the tokens that follow `prompt`, as they are drawn.
-
-    The model sees the last `max_seq_len` tokens of prompt and answer; older ones are forgotten.
 
     Args:
         model: On any device.
@@ -30,61 +38,140 @@ def generate(
         max_new_tokens: Where to end.
         temperature: Divides the logits; 0 always takes the likeliest token.
         top_k: Draw from this many likeliest tokens only; by default from all.
+        top_p: Draw from the fewest likeliest tokens whose probabilities sum to this.
+        repetition_penalty: Above 1, makes tokens that the text already has less likely.
         generator: A CPU generator; the same state gives the same text on every run.
         stop_token: End before yielding this one.
 
     Raises:
         ConfigError: An argument is out of its range.  Raised at the call, not at the first token.
     """
-    if not prompt:
+    steps = generate_batch(
+        model,
+        [prompt],
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(repetition_penalty, temperature, top_k, top_p),
+        generators=None if generator is None else [generator],
+        stop_tokens=() if stop_token is None else (stop_token,),
+    )
+    return (token for (token,) in steps if token is not None)
+
+
+def generate_batch(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    generators: Sequence[torch.Generator] | None = None,
+    stop_tokens: Collection[int] = (),
+) -> Iterator[list[int | None]]:
+    """Yield, step by step, the next token of each of several prompts, or None where one has ended.
+
+    The prompts may have different lengths.  What follows one does not depend on the others.
+
+    Args:
+        model: On any device.
+        prompts: Token ids, at least one each.
+        max_new_tokens: Where to end all of them.
+        sampling: How to draw; by default from the softmax.
+        generators: A CPU generator for each prompt; by default torch's own for all.
+        stop_tokens: A text ends before any of these.
+
+    Raises:
+        ConfigError: An argument is out of its range.  Raised at the call, not at the first token.
+    """
+    if not prompts or not all(prompts):
         raise ConfigError("`prompt` must have at least one token, got none")
     if max_new_tokens < 0:
         message = f"`max_new_tokens` must be at least 0, got {max_new_tokens}"
         raise ConfigError(message)
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        message = f"`temperature` must be at least 0 and finite, got {temperature}"
+    if generators is not None and len(generators) != len(prompts):
+        message = f"`generators` must be one for each prompt, got {len(generators)}"
         raise ConfigError(message)
-    if top_k is not None and top_k < 1:
-        message = f"`top_k` must be at least 1, got {top_k}"
-        raise ConfigError(message)
+    draws: Sequence[torch.Generator | None] = generators or [None] * len(prompts)
+    how = sampling or Sampling()
 
-    def tokens() -> Iterator[int]:
-        context = list(prompt)
+    def steps() -> Iterator[list[int | None]]:
+        texts = [list(prompt) for prompt in prompts]
+        running = [True] * len(texts)
+        reader = _Reader(model, texts)
         for _ in range(max_new_tokens):
-            logits = _next_logits(model, context)
-            token = sample_token(logits, temperature=temperature, top_k=top_k, generator=generator)
-            if token == stop_token:
+            step: list[int | None] = [None] * len(texts)
+            for row, logits in enumerate(reader.next_logits()):
+                if running[row]:
+                    text = texts[row]
+                    token = sample_token(logits, how, context=text, generator=draws[row])
+                    running[row] = token not in stop_tokens
+                    step[row] = token if running[row] else None
+                    text.append(token)
+                else:
+                    # an ended text goes on with anything, since a batch is a rectangle
+                    texts[row].append(texts[row][-1])
+            if not any(running):
                 return
-            context.append(token)
-            yield token
+            yield step
 
-    return tokens()
-
-
-@torch.no_grad()
-def _next_logits(model: Transformer, context: Sequence[int]) -> Tensor:
-    """Return the logits ``[vocab_size]`` after the part of the context that the model can see."""
-    visible = context[-model.config.max_seq_len :]
-    tokens = torch.tensor([visible], device=model.embedding.weight.device)
-    logits: Tensor = model(tokens)[0, -1]
-    return logits
+    return steps()
 
 
-def sample_token(
-    logits: Tensor,
-    *,
-    temperature: float,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
-) -> int:
-    """Draw one token from the logits ``[vocab_size]``."""
-    # on the CPU the draw does not depend on the device; float64 bears the tiniest temperature
-    logits = logits.double().cpu()
-    if temperature == 0:
-        return int(logits.argmax())
-    kept = len(logits) if top_k is None else min(top_k, len(logits))
-    best = logits.topk(kept)
-    # the largest becomes 0 before the division, so a tiny temperature gives 0 and -inf, never NaN
-    weights = torch.softmax((best.values - best.values[0]) / temperature, dim=0)
-    choice = torch.multinomial(weights, 1, generator=generator)
-    return int(best.indices[choice])
+def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the text of tokens as it becomes certain.
+
+    A character of several bytes comes when its last byte has come; what never becomes a character
+    is U+FFFD.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for token in tokens:
+        text = decoder.decode(tokenizer.decode_bytes([token]))
+        if text:
+            yield text
+    rest = decoder.decode(b"", final=True)
+    if rest:
+        yield rest
+
+
+class _Reader:
+    """Reads growing texts with a model, each token once as long as they fit into its window."""
+
+    def __init__(self, model: Transformer, texts: list[list[int]]) -> None:
+        self._model, self._texts = model, texts
+        self._window = model.config.max_seq_len
+        weight = model.embedding.weight
+        self._device = weight.device
+        self._cache: KVCache | None = None
+        if max(map(len, texts)) <= self._window:
+            kind = weight.device.type
+            # under autocast the projections give keys and values of its type
+            dtype = (
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+            )
+            self._cache = KVCache(model.config, len(texts), device=weight.device, dtype=dtype)
+
+    @torch.no_grad()
+    def next_logits(self) -> Tensor:
+        """Return the logits ``[B, vocab_size]`` after each text."""
+        if self._cache is not None and max(map(len, self._texts)) > self._window:
+            self._cache = None
+        if self._cache is None:
+            return torch.stack([self._uncached(text) for text in self._texts])
+        held = self._cache.lengths.tolist()
+        new = [text[start:] for text, start in zip(self._texts, held, strict=True)]
+        return self._cached(self._cache, new)
+
+    def _cached(self, cache: KVCache, new: list[list[int]]) -> Tensor:
+        counts = [len(tokens) for tokens in new]
+        rectangle = torch.zeros(len(new), max(counts), dtype=torch.int64)
+        for row, tokens in enumerate(new):
+            # padding comes after the tokens, where the causal mask hides it from them
+            rectangle[row, : len(tokens)] = torch.tensor(tokens)
+        logits = self._model(rectangle.to(self._device), cache=cache)  # [B, T, vocab_size]
+        cache.advance(counts)
+        last = torch.tensor(counts, device=self._device) - 1
+        picked: Tensor = logits[torch.arange(len(new), device=self._device), last]
+        return picked
+
+    def _uncached(self, text: list[int]) -> Tensor:
+        visible = torch.tensor([text[-self._window :]], device=self._device)
+        logits: Tensor = self._model(visible)[0, -1]
+        return logits

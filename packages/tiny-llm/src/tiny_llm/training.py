@@ -11,61 +11,129 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.amp.grad_scaler import GradScaler
 
 from tiny_llm.config import TrainingConfig
-from tiny_llm.data import TokenArray, TokenFile, check_long_enough, sample_batch
+from tiny_llm.data import TokenArray, Tokens, check_long_enough, sample_batch
+from tiny_llm.distributed import SINGLE, Parallel
 from tiny_llm.errors import ConfigError, TrainingError
+from tiny_llm.loss import LanguageModelLoss, checkpoint_activations, count_targets
 from tiny_llm.optimizer import build_optimizer, learning_rate_at
 from tiny_llm.transformer import Transformer
 
 
 def train_steps(
     model: Transformer,
-    tokens: TokenFile | TokenArray,
+    tokens: Tokens | TokenArray,
     config: TrainingConfig,
     *,
     device: str | torch.device,
     start_step: int = 0,
     optimizer: torch.optim.Optimizer | None = None,
     on_step: Callable[[int, float], None] | None = None,
+    scaler: GradScaler | None = None,
+    parallel: Parallel = SINGLE,
 ) -> list[float]:
     """Train from `start_step` to `config.steps`; returns the loss of each step, in nats per token.
 
     Args:
         model: Trained in place, and moved to `device`.
-        tokens: A token file, or an array of ids ``[count]``.
+        tokens: A token file, shards, or an array of ids ``[count]``.
         config: The whole run, of which this may be the rest.
         device: Where to compute.
         start_step: Number of steps already done; their batches are passed over.
         optimizer: The one that did those steps; by default a new one.
         on_step: Called with (step, loss) after each step, for progress bars and checkpoints.
+        scaler: The fp16 loss scaler of those steps; by default a new one.
+        parallel: The processes that train together.
 
     Raises:
-        ConfigError: The tokens or the sequence length do not fit the model.
+        ConfigError: The tokens or the sequence length do not fit the model, or the batch has too
+            few rows for the processes.
         TrainingError: The loss is not finite; the weights are then those before that step.
     """
     check_fits(model, tokens, config)
+    check_rows(config, parallel)
     model.to(device).train()
     optimizer = optimizer or build_optimizer(model, config)
+    scaler = scaler or build_scaler(config, device)
+    stepper = Stepper(model, optimizer, scaler, config, parallel)
     losses = []
     for step in range(start_step, config.steps):
-        inputs, targets = batch_at(step, tokens, config)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, config)
-        loss = next_token_loss(model, inputs.to(device), targets.to(device))
-        losses.append(loss.item())
+        losses.append(stepper.backward(*batch_at(step, tokens, config)))
         if not math.isfinite(losses[-1]):
             message = f"the loss is {losses[-1]} at step {step}; lower the learning rate"
             raise TrainingError(message)
-        update(model, optimizer, loss, config.grad_clip)
+        stepper.update()
         if on_step is not None:
             on_step(step, losses[-1])
     return losses
 
 
+class Stepper:
+    """One step in two halves: `backward` fills the gradients, `update` uses them up."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: torch.optim.Optimizer,
+        scaler: GradScaler,
+        config: TrainingConfig,
+        parallel: Parallel = SINGLE,
+    ) -> None:
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.config, self.parallel = config, parallel
+        self.device = next(model.parameters()).device
+        checkpoint_activations(model, enabled=config.activation_checkpointing)
+        loss = LanguageModelLoss(model, config.precision)
+        if config.compile:
+            loss.compile()
+        self.loss = parallel.replicate(loss)
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> float:
+        """Return the mean loss of a whole batch ``[B, T]``, and leave its gradient in the model.
+
+        Each micro-batch adds the *sum* of its losses, divided by the number of targets in the
+        whole batch: so every token weighs the same, however the batch is cut.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        num_targets = count_targets(targets)
+        parts = self.config.micro_batches
+        batches = [each.tensor_split(parts) for each in map(self.parallel.rows, (inputs, targets))]
+        total = torch.zeros((), device=self.device)
+        # the processes' gradients are averaged, and ours are to be added
+        weight = self.parallel.world_size / num_targets
+        for part, (part_inputs, part_targets) in enumerate(zip(*batches, strict=True)):
+            last = part == parts - 1
+            with self.parallel.accumulating(self.loss, self.model, last=last):
+                loss = self.loss(self._placed(part_inputs), self._placed(part_targets))
+                self.scaler.scale(loss * weight).backward()
+            total += loss.detach()
+        return self.parallel.total(total).item() / num_targets
+
+    def update(self) -> None:
+        """Cut the gradient, by now that of all processes, to its norm, and step down."""
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        # an fp16 gradient that overflowed is passed over, and the scale lowered
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _placed(self, batch: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            return batch.pin_memory().to(self.device, non_blocking=True)
+        return batch.to(self.device)
+
+
+def build_scaler(config: TrainingConfig, device: str | torch.device) -> GradScaler:
+    """Return the loss scaler of a run; it does nothing unless the precision is fp16."""
+    return GradScaler(torch.device(device).type, enabled=config.precision == "fp16")
+
+
 def batch_at(
-    step: int, tokens: TokenFile | TokenArray, config: TrainingConfig
+    step: int, tokens: Tokens | TokenArray, config: TrainingConfig
 ) -> tuple[Tensor, Tensor]:
     """Return inputs and targets ``[batch_size, seq_len]`` of one step of the run."""
     # SeedSequence mixes the two: seed 0 at step 1 and seed 1 at step 0 have nothing in common
@@ -74,23 +142,24 @@ def batch_at(
     return sample_batch(tokens, config.batch_size, config.seq_len, generator)
 
 
-def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy, in nats per token, of tokens and their successors [B, T]."""
-    logits = model(inputs)  # [B, T, vocab_size]
-    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+def check_rows(config: TrainingConfig, parallel: Parallel) -> None:
+    """Refuse a batch that leaves a process or a micro-batch without a row.
+
+    Raises:
+        ConfigError: It does, or the precision is not for this kind of parallelism.
+    """
+    needed = parallel.world_size * config.micro_batches
+    if config.batch_size < needed:
+        message = (
+            f"`batch_size` must be at least processes * micro_batches = {parallel.world_size} * "
+            f"{config.micro_batches}, got {config.batch_size}"
+        )
+        raise ConfigError(message)
+    if parallel.kind == "fsdp" and config.precision == "fp16":
+        raise ConfigError("precision 'fp16' is not for fsdp; choose bf16 or --parallel ddp")
 
 
-def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, grad_clip: float
-) -> None:
-    """Take one optimizer step down the gradient, which is first cut to norm `grad_clip`."""
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()  # type: ignore[no-untyped-call]
-    nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-    optimizer.step()
-
-
-def check_fits(model: Transformer, tokens: TokenFile | TokenArray, config: TrainingConfig) -> None:
+def check_fits(model: Transformer, tokens: Tokens | TokenArray, config: TrainingConfig) -> None:
     """Refuse tokens or lengths that the model cannot take, before the first step.
 
     Raises:
@@ -102,7 +171,9 @@ def check_fits(model: Transformer, tokens: TokenFile | TokenArray, config: Train
     if config.seq_len > limit:
         message = f"`seq_len` must be at most the model's max_seq_len={limit}, got {config.seq_len}"
         raise ConfigError(message)
-    if isinstance(tokens, TokenFile) and tokens.vocab_size > model.config.vocab_size:
+    if isinstance(tokens, np.ndarray):
+        return
+    if tokens.vocab_size > model.config.vocab_size:
         message = (
             f"token file {tokens.path} has a vocabulary of {tokens.vocab_size}, "
             f"the model only {model.config.vocab_size}"

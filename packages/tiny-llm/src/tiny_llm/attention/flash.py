@@ -1,12 +1,17 @@
-"""flash-kernel's attention.
+"""flash-kernel's attention: its kernels, and their readable mock.
 
-The registry imports this module when 'flash' is asked for, and nothing else does: that is why
-flash_kernel may be imported at its top.
+The registry imports this module when 'flash' or 'flash-mock' is asked for, and nothing else does:
+that is why flash_kernel may be imported at its top.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from tiny_llm.errors import MissingExtraError
+from tiny_llm.attention.backend import takes
+from tiny_llm.attention.mask import repeat_heads, visible_keys
+from tiny_llm.errors import ConfigError, MissingExtraError
 
 try:
     import flash_kernel
@@ -19,7 +24,66 @@ except ImportError as error:
     raise MissingExtraError(message) from error
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
-    """Compute `AttentionFn` with `flash_kernel.flash_attention`, on any device."""
-    o: Tensor = flash_kernel.flash_attention(q, k, v, is_causal=is_causal)
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+    key_lengths: Tensor | None = None,
+) -> Tensor:
+    """Compute `AttentionFn` with `flash_kernel.flash_attention`, on any device.
+
+    Raises:
+        ConfigError: A window or key lengths, and the installed flash-kernel is too old for it.
+    """
+    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    if key_lengths is not None:
+        _require("key_lengths", HAS_MASK)
+        options["mask"] = visible_keys(
+            q, k, is_causal=is_causal, window=window, key_lengths=key_lengths
+        )
+        is_causal, window = False, None
+    if window is not None:
+        _require("window", HAS_WINDOW)
+        options["window"] = (window - 1, 0)  # keys left and right of a row's own
+    if not HAS_SHARED_HEADS:
+        k, v = repeat_heads(k, v, q.shape[1])
+    o: Tensor = flash_kernel.flash_attention(q, k, v, is_causal=is_causal, **options)
     return o
+
+
+def flash_mock_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None
+) -> Tensor:
+    """Compute the same with the mock: loops over tiles in plain PyTorch, to be read, not timed."""
+    k, v = repeat_heads(k, v, q.shape[1])
+    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    o: Tensor = flash_kernel.flash_attention(q, k, v, is_causal=is_causal, impl="mock", **options)
+    return o
+
+
+def _require(keyword: str, is_there: bool) -> None:
+    if not is_there:
+        message = (
+            f"attention 'flash' takes no `{keyword}` with flash-kernel "
+            f"{flash_kernel.__version__}: update it, or use 'sdpa'"
+        )
+        raise ConfigError(message)
+
+
+def _shared_heads_work() -> bool:
+    """Ask by trying: a flash-kernel without them refuses the shapes."""
+    q, k = torch.zeros(1, 2, 1, 8, device="cpu"), torch.zeros(1, 1, 1, 8, device="cpu")
+    try:
+        o: Tensor = flash_kernel.flash_attention(q, k, k)
+    except ValueError:
+        return False
+    return o.shape == q.shape
+
+
+HAS_WINDOW = takes(flash_kernel.flash_attention, "window")
+HAS_MASK = takes(flash_kernel.flash_attention, "mask")
+HAS_SHARED_HEADS = _shared_heads_work()

@@ -1,0 +1,132 @@
+"""What every process of `test_distributed` does: `torchrun distributed_worker.py FOLDER`."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tiny_llm.checkpoint import load_checkpoint, save_checkpoint
+from tiny_llm.config import ModelConfig, TrainingConfig
+from tiny_llm.distributed import Parallel, process_group
+from tiny_llm.optimizer import build_optimizer, whole
+from tiny_llm.training import Stepper, batch_at, build_scaler, train_steps
+from tiny_llm.transformer import Transformer
+
+MODEL = ModelConfig(d_model=32, num_layers=2, num_heads=4, d_ff=48, max_seq_len=24)
+# 7 rows on 2 processes in 2 parts: no two parts have equally many tokens
+CONFIG = TrainingConfig(
+    batch_size=7, seq_len=24, steps=6, warmup_steps=2, learning_rate=3e-3, micro_batches=2
+)
+TOKENS = np.random.default_rng(0).integers(0, 257, size=2000)
+HALF = 3
+
+
+class Stopped(Exception):
+    pass
+
+
+def new_model(parallel: Parallel) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(MODEL)
+    parallel.shard(model)
+    return model
+
+
+def trained(parallel: Parallel, config: TrainingConfig = CONFIG) -> dict:
+    model = new_model(parallel)
+    losses = train_steps(model, TOKENS, config, device="cpu", parallel=parallel)
+    return {"losses": losses, "weights": weights_of(model)}
+
+
+def weights_of(model: Transformer) -> dict:
+    return {name: whole(value).clone() for name, value in model.state_dict().items()}
+
+
+def train_half_and_save(parallel: Parallel, path: Path) -> list[float]:
+    model = new_model(parallel)
+    optimizer = build_optimizer(model, CONFIG)
+    losses = []
+
+    def on_step(step: int, loss: float) -> None:
+        losses.append(loss)
+        if step == HALF - 1:
+            save_checkpoint(
+                path,
+                model=model,
+                optimizer=optimizer,
+                training_config=CONFIG,
+                step=HALF,
+                tokens_checksum=0,
+                is_main=parallel.is_main,
+            )
+            raise Stopped
+
+    try:
+        train_steps(
+            model,
+            TOKENS,
+            CONFIG,
+            device="cpu",
+            optimizer=optimizer,
+            on_step=on_step,
+            parallel=parallel,
+        )
+    except Stopped:
+        parallel.agree(True)  # the file is there when all have come here
+    return losses
+
+
+def resume(parallel: Parallel, path: Path) -> dict:
+    checkpoint = load_checkpoint(path)
+    model = checkpoint.build_model(device="cpu")
+    parallel.shard(model)
+    losses = train_steps(
+        model,
+        TOKENS,
+        checkpoint.training_config,
+        device="cpu",
+        start_step=checkpoint.step,
+        optimizer=checkpoint.build_optimizer(model),
+        parallel=parallel,
+    )
+    return {"losses": losses, "weights": weights_of(model)}
+
+
+def clipped_step(parallel: Parallel) -> dict:
+    """Take one plain gradient step of norm 0.01 and return by how much each weight moved."""
+    model = new_model(parallel)
+    config = replace(CONFIG, grad_clip=0.01)
+    before = weights_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    stepper = Stepper(model, optimizer, build_scaler(config, "cpu"), config, parallel)
+    stepper.backward(*batch_at(0, TOKENS, config))
+    stepper.update()
+    return {name: before[name] - value for name, value in weights_of(model).items()}
+
+
+def run(folder: Path, kinds: tuple[str, ...]) -> dict:
+    results = {}
+    for kind in kinds:
+        with process_group(kind, torch.device("cpu")) as parallel:
+            path = folder / f"{kind}.pt"
+            results[kind] = {
+                "trained": trained(parallel),
+                "clipped": clipped_step(parallel),
+                "first_half": train_half_and_save(parallel, path),
+                "resumed": resume(parallel, path),
+                # what one process saved, if it did
+                "from_one": resume(parallel, folder / "none.pt"),
+                "agreed": [parallel.agree(True), parallel.agree(parallel.is_main)],
+                "rank": parallel.rank,
+            }
+    return results
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    target = Path(sys.argv[1])
+    found = run(target, ("ddp", "fsdp"))
+    if found["ddp"]["rank"] == 0:
+        torch.save(found, target / "results.pt")

@@ -1,0 +1,140 @@
+"""Two processes do what one does, under DDP and FSDP2, with gloo on the CPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_llm
+from tiny_llm.checkpoint import load_checkpoint
+from tiny_llm.config import TrainingConfig
+from tiny_llm.distributed import SINGLE, Parallel, local_device, process_group
+from tiny_llm.errors import ConfigError
+from tiny_llm.training import check_rows
+
+WORKER = Path(__file__).with_name("distributed_worker.py")
+SOURCES = str(Path(tiny_llm.__file__).resolve().parents[1])
+KINDS = ("ddp", "fsdp")
+
+
+def load_worker():
+    spec = importlib.util.spec_from_file_location("distributed_worker", WORKER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+worker = load_worker()
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """What one process does, and the folder it saved its checkpoint in."""
+    folder = tmp_path_factory.mktemp("distributed")
+    worker.train_half_and_save(SINGLE, folder / "none.pt")
+    return {"trained": worker.trained(SINGLE), "clipped": worker.clipped_step(SINGLE)}, folder
+
+
+@pytest.fixture(scope="module")
+def two(one):
+    """What two processes do, by kind; one start of torchrun serves all tests."""
+    folder = one[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(WORKER), str(folder)],
+        env={**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "results.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_have_the_losses_and_weights_of_one(kind, one, two):
+    found, expected = two[kind]["trained"], one[0]["trained"]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    for name, weight in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_is_clipped_after_the_all_reduce(kind, one, two):
+    moved, expected = two[kind]["clipped"], one[0]["clipped"]
+    norm = torch.stack([value.double().norm() for value in moved.values()]).norm()
+    # the tied head is listed twice among the weights
+    tied = moved["head.weight"].double().norm()
+    assert (norm**2 - tied**2).sqrt().item() == pytest.approx(0.01, rel=1e-3)
+    # clipping each process's own gradient first would turn the direction
+    for name, step in expected.items():
+        torch.testing.assert_close(moved[name], step, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_processes_go_on_exactly(kind, two):
+    result = two[kind]
+    assert result["first_half"] + result["resumed"]["losses"] == result["trained"]["losses"]
+    for name, weight in result["trained"]["weights"].items():
+        assert torch.equal(result["resumed"]["weights"][name], weight), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_of_two_processes_goes_on_in_one(kind, one, two):
+    checkpoint = load_checkpoint(one[1] / f"{kind}.pt")
+    assert checkpoint.step == worker.HALF
+    resumed = worker.resume(SINGLE, one[1] / f"{kind}.pt")
+    expected = one[0]["trained"]["losses"]
+    assert resumed["losses"] == pytest.approx(expected[worker.HALF :], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_of_one_process_goes_on_in_two(kind, one, two):
+    expected = one[0]["trained"]["losses"]
+    assert two[kind]["from_one"]["losses"] == pytest.approx(expected[worker.HALF :], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_agree_only_if_all_are_fine(kind, two):
+    assert two[kind]["agreed"] == [True, False]
+
+
+def test_parallelism_without_torchrun_is_refused(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with (
+        pytest.raises(ConfigError, match="--parallel fsdp needs torchrun"),
+        process_group("fsdp", torch.device("cpu")),
+    ):
+        pass
+    with process_group("auto", torch.device("cpu")) as parallel:
+        assert parallel == SINGLE
+
+
+def test_one_process_of_many_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with (
+        pytest.raises(ConfigError, match="--parallel none is for one process, torchrun started 2"),
+        process_group("none", torch.device("cpu")),
+    ):
+        pass
+
+
+def test_each_process_takes_its_own_gpu(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_device("cuda") == "cuda:3"
+    assert local_device("cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert local_device("auto") == "cuda:3"
+
+
+def test_batch_too_small_for_the_processes_is_refused():
+    config = TrainingConfig(batch_size=7, micro_batches=4)
+    with pytest.raises(ConfigError, match=r"at least processes \* micro_batches = 2 \* 4, got 7"):
+        check_rows(config, Parallel("ddp", 0, 2))
+    with pytest.raises(ConfigError, match="precision 'fp16' is not for fsdp"):
+        check_rows(TrainingConfig(precision="fp16"), Parallel("fsdp", 0, 2))
