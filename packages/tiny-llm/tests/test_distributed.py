@@ -14,6 +14,7 @@ from tiny_llm.checkpoint import load_checkpoint
 from tiny_llm.config import TrainingConfig
 from tiny_llm.distributed import SINGLE, Parallel, local_device, process_group
 from tiny_llm.errors import ConfigError
+from tiny_llm.loss import LanguageModelLoss, count_targets
 from tiny_llm.training import check_rows
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
@@ -73,6 +74,24 @@ def test_gradient_is_clipped_after_the_all_reduce(kind, one, two):
     # clipping each process's own gradient first would turn the direction
     for name, step in expected.items():
         torch.testing.assert_close(moved[name], step, rtol=1e-3, atol=1e-6)
+
+
+def test_clipping_before_the_all_reduce_would_be_noticed():
+    """Two processes that clip first do not move as one: what the test above would then see."""
+    model = worker.new_model(SINGLE)
+    batch = worker.batch_at(0, worker.TOKENS, worker.CONFIG)
+    share = 2 / count_targets(batch[1])
+    moved = {}
+    for rows in zip(*(each.tensor_split(2) for each in batch), strict=True):
+        model.zero_grad()
+        (LanguageModelLoss(model)(*rows) * share).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        for name, parameter in model.named_parameters():
+            moved[name] = moved.get(name, 0) + parameter.grad / 2
+    expected = worker.clipped_step(SINGLE)
+    assert not all(
+        torch.allclose(step, expected[name], rtol=1e-3, atol=1e-6) for name, step in moved.items()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
