@@ -1,5 +1,7 @@
 """What every process of `test_distributed` does: `torchrun distributed_worker.py FOLDER`."""
 
+import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -108,8 +110,11 @@ def clipped_step(parallel: Parallel) -> dict:
 
 def run(folder: Path, kinds: tuple[str, ...]) -> dict:
     results = {}
+    connected = folder / f"connected-{os.environ['RANK']}"
     for kind in kinds:
+        connected.unlink(missing_ok=True)
         with process_group(kind, torch.device("cpu")) as parallel:
+            connected.touch()
             path = folder / f"{kind}.pt"
             results[kind] = {
                 "trained": trained(parallel),
@@ -126,6 +131,7 @@ def run(folder: Path, kinds: tuple[str, ...]) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    signal.alarm(120)  # a process left alone by the other ends itself
     target = Path(sys.argv[1])
     found = run(target, ("ddp", "fsdp"))
     if found["ddp"]["rank"] == 0:
