@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from flash_kernel.autograd import attend
-from flash_kernel.dispatch import TRITON_DTYPES, Options, checked_plan, describe, first_plan
-from flash_kernel.validation import check_inputs
-from flash_kernel.variant import Modifiers, make_variant
+from flash_kernel.dispatch import TRITON_DTYPES, Options, checked_plan, checked_request, first_plan
+from flash_kernel.variant import Modifiers
 
 
 @overload
@@ -137,14 +136,8 @@ def _traced(
     q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: Options
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and lse inside ``torch.compile``: our operator, or what torch can trace itself."""
-    is_causal, scale, window, softcap, return_lse, impl, backward = options
-    check_inputs(
-        q, k, v, modifiers, is_causal=is_causal, scale=scale, window=window, softcap=softcap
-    )
-    variant = make_variant(
-        q.shape[-1], is_causal=is_causal, scale=scale, window=window, softcap=softcap
-    )
-    request = describe(q, k, v, variant, modifiers, return_lse=return_lse)
+    request = checked_request(q, k, v, modifiers, options)
+    variant, impl, backward = request.variant, options.impl, options.backward
     width = max(request.head_dim, request.head_dim_v)
     for_triton = q.is_cuda and q.dtype in TRITON_DTYPES and width <= 256
     if (impl == "auto" and not for_triton and backward == "auto") or impl == "torch":

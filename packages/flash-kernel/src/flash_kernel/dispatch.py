@@ -87,11 +87,9 @@ def checked_plan(
     known = None if key is None else _plans.get(key)
     if known is not None:
         return known
-    wishes = {name: getattr(options, name) for name in ("is_causal", "scale", "window", "softcap")}
-    check_inputs(q, k, v, modifiers, **wishes)
-    variant = make_variant(q.shape[-1], **wishes)
-    request = describe(q, k, v, variant, modifiers, return_lse=options.return_lse)
-    planned = resolve(request, impl=options.impl, backward=options.backward), variant
+    request = checked_request(q, k, v, modifiers, options)
+    plan = resolve(request, impl=options.impl, backward=options.backward)
+    planned = plan, request.variant
     if key is not None:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
@@ -99,11 +97,25 @@ def checked_plan(
     return planned
 
 
+def checked_request(
+    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: Options
+) -> Request:
+    """Check the inputs and return the request that they make.
+
+    Raises:
+        TypeError, ValueError: See `check_inputs`.
+    """
+    wishes = {name: getattr(options, name) for name in ("is_causal", "scale", "window", "softcap")}
+    check_inputs(q, k, v, modifiers, **wishes)
+    variant = make_variant(q.shape[-1], **wishes)
+    return describe(q, k, v, variant, modifiers, return_lse=options.return_lse)
+
+
 def _description(
     q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: Options
 ) -> Hashable | None:
     """Return a key under which a plan may be kept; None if a tensor is of an unusual kind."""
-    tensors = (q, k, v) if modifiers is None else (q, k, v, *modifiers.tensors)
+    tensors = (q, k, v, *modifiers.tensors)
     if not all(map(_is_plain, tensors)):
         return None
     described = [(x.shape, x.dtype, x.device) for x in tensors]
