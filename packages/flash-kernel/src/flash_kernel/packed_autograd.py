@@ -8,9 +8,16 @@ from torch import Tensor
 from flash_kernel.autograd import attend, run_backward, run_forward
 from flash_kernel.dispatch import Plan
 from flash_kernel.gradients import Gradients
-from flash_kernel.packed import Packing, join_packed, lengths_of, modifiers_of, split_packed
+from flash_kernel.packed import (
+    as_one_batch,
+    by_sequence,
+    join_packed,
+    lengths_of,
+    modifiers_of,
+    split_packed,
+)
 from flash_kernel.second_order import refuse_second_order
-from flash_kernel.variant import Modifiers, Variant
+from flash_kernel.variant import Modifiers, Packing, Variant
 
 
 def attend_packed(
@@ -87,6 +94,14 @@ def run_packed_forward(
     modifiers: Modifiers,
 ) -> tuple[Tensor, Tensor]:
     """Return ``o`` and ``lse`` by one implementation; nothing is recorded for autograd."""
+    if impl == "triton":
+        from flash_kernel._triton.launch import launch_forward
+
+        check_lengths(packing, q, k)
+        views = as_one_batch(q, k, v)
+        by_batch = by_sequence(modifiers, packing.cu_seqlens_q.shape[0] - 1, q.shape[1])
+        o, lse = launch_forward(*views, variant, by_batch, packing)
+        return o[0].transpose(0, 1), lse[0]
     results = [
         run_forward(impl, *tensors, variant, modifiers_of(modifiers, i))
         for i, tensors in enumerate(each_sequence(packing, q, k, v))
@@ -108,6 +123,15 @@ def run_packed_backward(
     modifiers: Modifiers,
 ) -> Gradients:
     """Return the gradients by one of the interchangeable backwards."""
+    if backward == "triton":
+        from flash_kernel._triton.launch import launch_backward
+
+        views = *as_one_batch(q, k, v), o.transpose(0, 1)[None], lse[None], do.transpose(0, 1)[None]
+        dlse = None if dlse is None else dlse[None]
+        by_batch = by_sequence(modifiers, packing.cu_seqlens_q.shape[0] - 1, q.shape[1])
+        got = launch_backward(*views, dlse, variant, by_batch, packing)
+        dq, dk, dv = (x[0].transpose(0, 1) for x in got[:3])
+        return Gradients(dq, dk, dv, None, got.dsinks)
     lengths = lengths_of(packing, "q", q.shape[0]) or [0]
     os, dos = split_packed(o, lengths), split_packed(do, lengths)
     lses = torch.split(lse[None], lengths, dim=-1)
@@ -119,9 +143,18 @@ def run_packed_backward(
         )
         for i, tensors in enumerate(each_sequence(packing, q, k, v))
     ]  # fmt: skip
-    dq, dk, dv = (join_packed(list(gradients)) for gradients in list(zip(*parts, strict=True))[:3])
-    dsinks = [part.dsinks for part in parts if part.dsinks is not None]
-    return Gradients(dq, dk, dv, None, torch.stack(dsinks).sum(0) if dsinks else None)
+    dq = join_packed([part.dq for part in parts])
+    dk = join_packed([part.dk for part in parts])
+    dv = join_packed([part.dv for part in parts])
+    by_part = [part.dsinks for part in parts if part.dsinks is not None]
+    return Gradients(dq, dk, dv, None, torch.stack(by_part).sum(0) if by_part else None)
+
+
+def check_lengths(packing: Packing, q: Tensor, k: Tensor) -> None:
+    """Check what ``cu_seqlens`` holds where that makes no GPU wait."""
+    if packing.cu_seqlens_q.device.type == "cpu":
+        lengths_of(packing, "q", q.shape[0])
+        lengths_of(packing, "k", k.shape[0])
 
 
 def each_sequence(

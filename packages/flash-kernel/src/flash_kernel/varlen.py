@@ -7,10 +7,10 @@ from torch import Tensor
 
 from flash_kernel.autocast import autocast, is_autocast
 from flash_kernel.dispatch import Options, Plan, describe, resolve
-from flash_kernel.packed import Packing, as_one_batch, check_packed
+from flash_kernel.packed import as_one_batch, check_packed
 from flash_kernel.packed_autograd import attend_packed
 from flash_kernel.validation import check_options
-from flash_kernel.variant import Modifiers, Variant, make_variant
+from flash_kernel.variant import Modifiers, Packing, Variant, make_variant
 
 
 @overload
