@@ -7,7 +7,12 @@ import torch
 
 from flash_kernel import attention_reference, flash_attention_with_kvcache
 from flash_kernel._triton import launch_decode
+from flash_kernel.sequence_ops import cached_forward_appending_op, cached_forward_op
 
+NEEDS_COMPILER = pytest.mark.skipif(
+    not torch.cuda.is_available() and shutil.which("g++") is None,
+    reason="torch.compile needs a C++ compiler on a CPU",
+)
 CAPACITY, PAGE = 640, 32
 SEQLENS = [0, 5, 300, 630]
 NAN = float("nan")
@@ -166,6 +171,77 @@ def test_gradients_are_refused(device):
         flash_attention_with_kvcache(q, *caches, cache_seqlens=lengths(device))
     with torch.no_grad():
         flash_attention_with_kvcache(q, *caches, cache_seqlens=lengths(device))
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_operators_pass_opcheck(impl, device):
+    q, caches, new, options = in_dtype(
+        torch.float32, *draw(device, heads=(4, 2), num_new=2, num_queries=2, tensors=["sinks"])
+    )
+    paged, table = in_pages([x.nan_to_num() for x in caches])
+    extras = (None, options["sinks"], 0.25, 200, 0, None, None, impl)
+    torch.library.opcheck(cached_forward_op, (q, *paged, lengths(device), table, *extras))
+    arguments = (q, *paged, lengths(device), table, *extras, *new)
+    torch.library.opcheck(cached_forward_appending_op, arguments)
+
+
+@NEEDS_COMPILER
+def test_full_graph_appends_in_place_and_equals_eager(device):
+    @torch.compile(fullgraph=True)
+    def step(q, k_cache, v_cache, k, v, seqlens):
+        return flash_attention_with_kvcache(
+            2 * q, k_cache, v_cache, k, v, cache_seqlens=seqlens, is_causal=True
+        )
+
+    q, caches, new, _ = in_dtype(torch.float32, *draw(device, num_new=1))
+    eager, compiled = ([x.clone() for x in caches] for _ in range(2))
+    for i in range(2):
+        seqlens = lengths(device) + i
+        expected = flash_attention_with_kvcache(
+            2 * q, *eager, *new, cache_seqlens=seqlens, is_causal=True
+        )
+        o = step(q, *compiled, *new, seqlens)
+        torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_captured_graph_follows_the_lengths(device):
+    """Replayed with other lengths and tokens, a CUDA graph decodes as an eager call does."""
+    q, caches, new, _ = in_dtype(torch.float16, *draw(device, heads=(8, 2), num_new=1))
+    eager, captured = ([x.clone() for x in caches] for _ in range(2))
+    seqlens = lengths(device)
+
+    def step(caches):
+        return flash_attention_with_kvcache(
+            q, *caches, *new, cache_seqlens=seqlens, is_causal=True, impl="triton"
+        )
+
+    step([x.clone() for x in caches])  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = step(captured)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(o, step(eager))
+        torch.testing.assert_close(captured, eager, rtol=0, atol=0, equal_nan=True)
+        seqlens += 1
+        q.normal_()
+        new[0].normal_()
+
+
+@pytest.mark.gpu
+def test_what_exceeds_the_capacity_is_dropped(device):
+    """On a GPU lengths are not checked: nothing may be written beyond a sequence's rows."""
+    q, caches, new, _ = in_dtype(torch.float16, *draw(device, num_new=16, num_queries=16))
+    before = [x.clone() for x in caches]
+    flash_attention_with_kvcache(
+        q, *caches, *new, cache_seqlens=lengths(device), is_causal=True, impl="triton"
+    )
+    for cache, old, x in zip(caches, before, new, strict=True):
+        assert torch.equal(cache[3, :, 630:], x[3, :, :10])
+        assert torch.equal(cache[1, :, 5:21], x[1])
+        assert torch.equal(cache[0, :, 16:].isnan(), old[0, :, 16:].isnan())
 
 
 Q, CACHE, NEW = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 8, 16), torch.zeros(2, 2, 1, 16)

@@ -9,7 +9,13 @@ import torch
 from flash_kernel import attention_reference, flash_attention, flash_attention_varlen
 from flash_kernel._triton import launch
 from flash_kernel._triton.config import BlockConfig, KernelConfigs
+from flash_kernel.sequence_ops import packed_backward_op, packed_forward_op
 from flash_kernel.variant import Packing, Variant
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    not torch.cuda.is_available() and shutil.which("g++") is None,
+    reason="torch.compile needs a C++ compiler on a CPU",
+)
 
 # queries and keys of each sequence: within a tile, over its end, one, none, and none at all
 LENGTHS = [(33, 70), (70, 33), (0, 40), (1, 65), (65, 0), (0, 0), (64, 64)]
@@ -244,6 +250,41 @@ def test_autocast_converts_as_for_flash_attention(device):
     with torch.autocast(device, dtype=torch.bfloat16):
         o = flash_attention_varlen(*(x.float() for x in inputs), *packing)
     assert o.dtype == torch.bfloat16
+
+
+# opcheck itself reads .grad of tensors that are no leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("impl", "backward", "head_dim_v"), [("triton", "triton", 8), ("reference", "dense", 16)]
+)
+def test_operators_pass_opcheck(impl, backward, head_dim_v, device):
+    inputs, packing, options = draw(
+        device, [(20, 33), (0, 5)], heads=(2, 1), head_dim_v=head_dim_v, tensors=["sinks"]
+    )
+    inputs, options = in_dtype(torch.float32, inputs, options)
+    rest = [*packing, None, None, None, options["sinks"], 0.25, 20, 0, 5.0, impl, backward]
+    o, lse = packed_forward_op(*inputs, *rest)
+    saved = [*inputs, o, lse, torch.randn_like(o), None]
+    torch.library.opcheck(packed_backward_op, (*saved, *rest))
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    torch.library.opcheck(packed_forward_op, (*leaves, *rest))
+
+
+@NEEDS_COMPILER
+def test_full_graph_compiles_for_any_lengths_and_equals_eager(device):
+    @torch.compile(fullgraph=True, dynamic=True)
+    def layer(q, k, v, ends_q, ends_k):
+        return flash_attention_varlen(2 * q, k, v, ends_q, ends_k, is_causal=True)
+
+    for lengths in ([(20, 33), (5, 5)], [(7, 9), (0, 3), (40, 40)]):
+        inputs, packing, _ = draw(device, lengths)
+        leaves = [x.float().requires_grad_() for x in inputs]
+        q, k, v = leaves
+        eager = flash_attention_varlen(2 * q, k, v, *packing, is_causal=True)
+        compiled = layer(q, k, v, *packing)
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
+        gradients = [torch.autograd.grad(x.square().sum(), leaves) for x in (compiled, eager)]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
 X = torch.zeros(12, 2, 16)

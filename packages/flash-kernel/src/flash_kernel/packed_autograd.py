@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_kernel.autograd import attend, run_backward, run_forward
-from flash_kernel.dispatch import Plan
+from flash_kernel.dispatch import Plan, Request, describe
 from flash_kernel.gradients import Gradients
 from flash_kernel.packed import (
     as_one_batch,
@@ -18,6 +18,14 @@ from flash_kernel.packed import (
 )
 from flash_kernel.second_order import refuse_second_order
 from flash_kernel.variant import Modifiers, Packing, Variant
+
+
+def describe_packed(
+    q: Tensor, k: Tensor, v: Tensor, variant: Variant, modifiers: Modifiers, *, return_lse: bool
+) -> Request:
+    """Return the request that valid tensors make."""
+    request = describe(*as_one_batch(q, k, v), variant, modifiers, return_lse=return_lse)
+    return request._replace(layout="packed")
 
 
 def attend_packed(

@@ -71,7 +71,7 @@ def launch_forward(
     ``use_descriptors`` override what the device and the tensors' alignment suggest; every choice
     gives the same values up to rounding.
     """
-    o = empty_like_q(q, v.shape[-1])
+    o = empty_like_q(q, v.shape[-1], rows_first=packing is not None)
     lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     if lse.numel() == 0:
         return o, lse
@@ -140,10 +140,16 @@ def tile_grid(
     return num_rows // block + num_sequences, num_heads
 
 
-def empty_like_q(q: Tensor, head_dim_v: int) -> Tensor:
-    """Return an output ``[B, H, M, D_v]``, laid out like ``q`` where it is as wide."""
+def empty_like_q(q: Tensor, head_dim_v: int, *, rows_first: bool = False) -> Tensor:
+    """Return an output ``[B, H, M, D_v]``, laid out like ``q`` where it is as wide.
+
+    Elsewhere it is contiguous, or, with the rows first, as ``[B, M, H, D_v]``.
+    """
     if head_dim_v == q.shape[-1]:
         return torch.empty_like(q)
+    if rows_first:
+        shape = (q.shape[0], q.shape[2], q.shape[1], head_dim_v)
+        return torch.empty(shape, device=q.device, dtype=q.dtype).transpose(1, 2)
     return torch.empty((*q.shape[:3], head_dim_v), device=q.device, dtype=q.dtype)
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flash_kernel._triton.config import BlockConfig
-from flash_kernel._triton.primitives import PACKED_ROWS
+from flash_kernel._triton.config import PACKED_ROWS, BlockConfig
 
 ALIGNMENT = 16  # bytes: what the copy engine asks of an address and of every stride but the last
 MAX_EXTENT = 2**31 - 1  # of a descriptor's dimension
@@ -107,7 +106,7 @@ def describe_packed(x: Tensor, block: list[int]) -> TensorDescriptor:
     _, num_heads, total, width = x.shape
     stride_head = x.stride(1) if num_heads > 1 else ALIGNMENT
     stride_row = x.stride(2) if total > 1 else ALIGNMENT
-    shape = [MAX_EXTENT, MAX_EXTENT, num_heads, PACKED_ROWS.value, width]
+    shape = [MAX_EXTENT, MAX_EXTENT, num_heads, PACKED_ROWS, width]
     strides = [2**34 - stride_row, stride_row, stride_head, stride_row, 1]
     return TensorDescriptor(x, shape, strides, block)
 

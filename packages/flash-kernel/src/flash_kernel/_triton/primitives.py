@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from flash_kernel._triton.config import PACKED_ROWS
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 INF: tl.constexpr = tl.constexpr(float("inf"))
 
-# the rows that a descriptor of packed sequences pretends to have; see `describe_packed`
-PACKED_ROWS: tl.constexpr = tl.constexpr(1 << 30)
+PRETENDED_ROWS: tl.constexpr = tl.constexpr(PACKED_ROWS)
 
 # Triton's interpreter multiplies bfloat16 tiles as if their bits were integers, so while it
 # interprets, bfloat16 tiles are widened as they are loaded
@@ -85,8 +86,8 @@ def coordinates(x, row, SPEC: tl.constexpr):
     """Where a descriptor finds the tile of `Rows` x that starts at ``row``."""
     if SPEC.IS_PACKED:
         # the sequence's last row is the descriptor's last, so that both end at once
-        in_last = PACKED_ROWS - x.num_rows + row
-        at = (PACKED_ROWS, x.start + x.num_rows, x.head, in_last, 0)
+        in_last = PRETENDED_ROWS - x.num_rows + row
+        at = (PRETENDED_ROWS, x.start + x.num_rows, x.head, in_last, 0)
     else:
         at = (x.batch, x.head, row, 0)
     return at
