@@ -17,16 +17,20 @@ from flash_kernel._triton.primitives import (
     INF,
     LN_2,
     LOG2_E,
+    add_visible_row,
     bias_scores,
     cap_scores,
     find_sequence,
     head_and_tile,
+    is_finite,
     key_range,
     last_tile_first,
     load_rows,
     modifiers_of,
     online_softmax_step,
     rows_of,
+    sees_exactly,
+    softmax_weights,
     store_rows,
     visible_keys,
 )
@@ -34,16 +38,19 @@ from flash_kernel._triton.primitives import (
 
 @triton.jit
 def attend(
-    m_i, l_i, acc, q_i, k, v, rows, start, end, seqlen_q, scale, scale_log2, modifiers,
-    MASKED: tl.constexpr, SPEC: tl.constexpr,
+    m_i, l_i, acc, q_i, k, v, offs_m, start, end, seqlen_q, scale, scale_log2, modifiers,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys ``[start, end)``, tile by tile, into the running softmax of one query tile.
 
-    ``rows [BLOCK_M, 1]`` numbers the tile's queries within their sequence.
+    ``offs_m [BLOCK_M]`` numbers the tile's queries within their sequence.  EXACT keeps a NaN or inf
+    from rows that do not see it: slowly, see `add_visible_row`.
     """
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    rows = offs_m[:, None]
     for col in tl.range(start, end, BLOCK_N):
         cols = (col + tl.arange(0, BLOCK_N))[None, :]
         k_j = load_rows(k, col, BLOCK_N, BLOCK_D, SPEC)
@@ -55,29 +62,44 @@ def attend(
             visible = visible_keys(rows, cols, seqlen_q, k.num_rows, modifiers, SPEC)
             s_ij = tl.where(visible, s_ij, -INF)
         v_j = load_rows(v, col, BLOCK_N, BLOCK_DV, SPEC)
-        m_i, l_i, acc = online_softmax_step(m_i, l_i, acc, s_ij, v_j, scale_log2, SPEC)
+        if EXACT:
+            m_i, l_i, p_ij, alpha = softmax_weights(m_i, l_i, s_ij, scale_log2)
+            acc *= alpha[:, None]
+            for index in range(BLOCK_N):
+                key = col + index + tl.zeros([BLOCK_M], tl.int32)
+                sees = sees_exactly(offs_m, key, seqlen_q, k.num_rows, modifiers, SPEC)
+                acc = add_visible_row(acc, p_ij, v_j, index, sees)
+        else:
+            m_i, l_i, acc = online_softmax_step(m_i, l_i, acc, s_ij, v_j, scale_log2, SPEC)
     return m_i, l_i, acc
 
 
 @triton.jit
 def attend_range(
-    m_i, l_i, acc, q_i, k, v, rows, start, full_start, full_end, end, seqlen_q, scale, scale_log2,
+    m_i, l_i, acc, q_i, k, v, offs_m, start, full_start, full_end, end, seqlen_q, scale, scale_log2,
     modifiers, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys of a `key_range`: tiles that need the mask, and those between that do not."""
     if SPEC.HAS_LEFT:
         m_i, l_i, acc = attend(
-            m_i, l_i, acc, q_i, k, v, rows, start, tl.minimum(full_start, end), seqlen_q, scale,
-            scale_log2, modifiers, True, SPEC,
+            m_i, l_i, acc, q_i, k, v, offs_m, start, tl.minimum(full_start, end), seqlen_q, scale,
+            scale_log2, modifiers, True, False, SPEC,
         )  # fmt: skip
     m_i, l_i, acc = attend(
-        m_i, l_i, acc, q_i, k, v, rows, full_start, full_end, seqlen_q, scale, scale_log2,
-        modifiers, False, SPEC,
+        m_i, l_i, acc, q_i, k, v, offs_m, full_start, full_end, seqlen_q, scale, scale_log2,
+        modifiers, False, False, SPEC,
     )  # fmt: skip
-    return attend(
-        m_i, l_i, acc, q_i, k, v, rows, tl.maximum(full_start, full_end), end, seqlen_q, scale,
-        scale_log2, modifiers, True, SPEC,
+    m_i, l_i, acc = attend(
+        m_i, l_i, acc, q_i, k, v, offs_m, tl.maximum(full_start, full_end), end, seqlen_q, scale,
+        scale_log2, modifiers, True, False, SPEC,
     )  # fmt: skip
+    if SPEC.HIDES_PAIRS:  # noqa: SIM102 - this is decided by the compiler, the next is not
+        if not is_finite(acc):
+            m_i, l_i, acc = attend(
+                tl.full(m_i.shape, -INF, tl.float32), tl.zeros_like(l_i), tl.zeros_like(acc), q_i,
+                k, v, offs_m, start, end, seqlen_q, scale, scale_log2, modifiers, True, True, SPEC,
+            )  # fmt: skip
+    return m_i, l_i, acc
 
 
 @triton.jit
@@ -155,7 +177,7 @@ def flash_attention_forward_kernel(
     last_row = row + BLOCK_M - 1
     start, full_start, full_end, end = key_range(row, last_row, seqlen_q, seqlen_k, modifiers, SPEC)
     m_i, l_i, acc = attend_range(
-        m_i, l_i, acc, q_i, k_rows, v_rows, rows[:, None], start, full_start, full_end, end,
+        m_i, l_i, acc, q_i, k_rows, v_rows, rows, start, full_start, full_end, end,
         seqlen_q, scale, scale_log2, modifiers, SPEC,
     )  # fmt: skip
     if SPEC.HAS_SINKS:
