@@ -169,6 +169,7 @@ def compile_all(options: argparse.Namespace) -> None:
             PAGE_SIZE=options.page_size,
             IS_PACKED=options.packed and takes_descriptors,
             USE_DESCRIPTORS=takes_descriptors and options.capability >= 90 and not options.pointers,
+            IN_PIECES=takes_descriptors and (options.capability < 90 or options.pointers),
         )
         compiled = compile_one(kernel, spec, config, target, options.dtype)
         report: dict[str, Any] = {

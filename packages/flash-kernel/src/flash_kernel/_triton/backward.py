@@ -10,6 +10,8 @@ scores are computed twice, seven matrix products instead of five, but nothing is
 programs: the result is bitwise repeatable, and no float32 copy of dq is kept.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -17,6 +19,7 @@ from flash_kernel._triton.primitives import (
     INF,
     LOG2_E,
     add_visible_row,
+    add_weighted_rows,
     bias_scores,
     cap_scores,
     find_sequence,
@@ -24,13 +27,17 @@ from flash_kernel._triton.primitives import (
     is_finite,
     key_range,
     last_tile_first,
+    load_piece,
     load_rows,
-    modifiers_of,
     query_range,
+    row_products,
     rows_of,
+    scale_rows,
+    scores_of,
     sees_exactly,
     store_rows,
     visible_keys,
+    zero_rows,
 )
 
 
@@ -54,8 +61,8 @@ def flash_attention_row_statistics_kernel(
     rows = row + tl.arange(0, BLOCK_M)
     o_rows = rows_of(o, o_strides, batch, head, 0, seqlen_q, HEAD_DIM_V, SPEC)
     do_rows = rows_of(do, do_strides, batch, head, 0, seqlen_q, HEAD_DIM_V, SPEC)
-    o_i = load_rows(o_rows, row, BLOCK_M, BLOCK_DV, SPEC)
-    do_i = load_rows(do_rows, row, BLOCK_M, BLOCK_DV, SPEC)
+    o_i = load_piece(o_rows, row, 0, BLOCK_DV, BLOCK_M, SPEC)
+    do_i = load_piece(do_rows, row, 0, BLOCK_DV, BLOCK_M, SPEC)
     delta = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), axis=1)
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + batch_head * seqlen_q + rows, mask=rows < seqlen_q, other=0.0)
@@ -95,39 +102,37 @@ def probabilities(s, lse, scale, scale_log2, EXACT: tl.constexpr):
 
 @triton.jit
 def rebuild_p(
-    s, lse, rows, cols, seqlen_q, seqlen_k, scale, scale_log2, modifiers, MASKED: tl.constexpr,
-    EXACT: tl.constexpr, SPEC: tl.constexpr,
+    s, lse, rows, cols, x, MASKED: tl.constexpr, EXACT: tl.constexpr, SPEC: tl.constexpr
 ):  # fmt: skip
     """Return p of one tile of raw products ``s``, and the capped scores.
 
     The tile may lie either way: rows, cols and lse broadcast against ``s``.
     """
-    capped = cap_scores(s, scale, modifiers, SPEC)
-    scores = bias_scores(capped, rows, cols, seqlen_q, seqlen_k, modifiers, SPEC)
+    capped = cap_scores(s, x, SPEC)
+    scores = bias_scores(capped, rows, cols, x, SPEC)
     if SPEC.PRESCALED:
         p = probabilities(scores, lse, 1.0, LOG2_E, EXACT)
     else:
-        p = probabilities(scores, lse, scale, scale_log2, EXACT)
+        p = probabilities(scores, lse, x.scale, x.scale_log2, EXACT)
     if MASKED:
-        visible = visible_keys(rows, cols, seqlen_q, seqlen_k, modifiers, SPEC)
-        p = tl.where(visible, p, 0.0)
+        p = tl.where(visible_keys(rows, cols, x, SPEC), p, 0.0)
     return p, capped
 
 
 @triton.jit
-def product_gradient(p, dp, delta, capped, modifiers, SPEC: tl.constexpr):
+def product_gradient(p, dp, delta, capped, x, SPEC: tl.constexpr):
     """Return ds = p * (dp - delta), brought back through the softcap to the product q k."""
     ds = p * (dp - delta)
     if SPEC.HAS_SOFTCAP:
-        tanh_s = capped / modifiers.softcap  # d/ds (c tanh(s / c)) = 1 - tanh(s / c)^2
+        tanh_s = capped / x.softcap  # d/ds (c tanh(s / c)) = 1 - tanh(s / c)^2
         ds = ds * (1.0 - tanh_s * tanh_s)
     return ds
 
 
 @triton.jit
 def accumulate_dk_dv(
-    dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, padded_q, col, start, end, seqlen_k, scale,
-    scale_log2, modifiers, MASKED: tl.constexpr, EXACT: tl.constexpr, SPEC: tl.constexpr,
+    dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, padded_q, col, start, end, x,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Add the query rows ``[start, end)`` of one head, tile by tile, to dk and dv of a key tile.
 
@@ -136,106 +141,124 @@ def accumulate_dk_dv(
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
-    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
-    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    WIDTHS: tl.constexpr = SPEC.WIDTHS
+    WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
     offs_n = col + tl.arange(0, BLOCK_N)
     cols = offs_n[:, None]
     for row in tl.range(start, end, BLOCK_M):
         row = tl.multiple_of(row, BLOCK_M)
         rows = (row + tl.arange(0, BLOCK_M))[None, :]
-        q_i = load_rows(q, row, BLOCK_M, BLOCK_D, SPEC)
-        lse, delta = load_row_statistics(statistics_ptr, row, padded_q, q.num_rows, SPEC)
-        s_t = tl.dot(k_j, q_i.T, input_precision=SPEC.PRECISION)
+        q_i = load_rows(q, row, BLOCK_M, WIDTHS, SPEC)
+        lse, delta = load_row_statistics(statistics_ptr, row, padded_q, x.seqlen_q, SPEC)
+        s_t = row_products(k_j, q_i, SPEC)
         p_t, capped = rebuild_p(
-            s_t, lse[None, :], rows, cols, q.num_rows, seqlen_k, scale, scale_log2, modifiers,
-            MASKED, q_i.dtype == tl.float32, SPEC,
-        )  # fmt: skip
-        do_i = load_rows(do, row, BLOCK_M, BLOCK_DV, SPEC)
+            s_t, lse[None, :], rows, cols, x, MASKED, q_i[0].dtype == tl.float32, SPEC
+        )
+        do_i = load_rows(do, row, BLOCK_M, WIDTHS_V, SPEC)
         if not EXACT:
             # before dp: s and dp at once do not fit the registers
-            dv_j = tl.dot(p_t.to(do_i.dtype), do_i, dv_j, input_precision=SPEC.PRECISION)
-        dp_t = tl.dot(v_j, do_i.T, input_precision=SPEC.PRECISION)
-        ds_t = product_gradient(p_t, dp_t, delta[None, :], capped, modifiers, SPEC)
+            dv_j = add_weighted_rows(dv_j, p_t, do_i, SPEC)
+        dp_t = row_products(v_j, do_i, SPEC)
+        ds_t = product_gradient(p_t, dp_t, delta[None, :], capped, x, SPEC)
         if EXACT:
             for index in range(BLOCK_M):
                 query = row + index + tl.zeros([BLOCK_N], tl.int32)
-                sees = sees_exactly(query, offs_n, q.num_rows, seqlen_k, modifiers, SPEC)
+                sees = sees_exactly(query, offs_n, x, SPEC)
                 dv_j = add_visible_row(dv_j, p_t, do_i, index, sees)
                 dk_j = add_visible_row(dk_j, ds_t, q_i, index, sees)
         else:
-            dk_j = tl.dot(ds_t.to(q_i.dtype), q_i, dk_j, input_precision=SPEC.PRECISION)
+            dk_j = add_weighted_rows(dk_j, ds_t, q_i, SPEC)
     return dk_j, dv_j
+
+
+class Queries(NamedTuple):
+    """What the query heads that share a head of keys have in common."""
+
+    q: Any
+    do: Any
+    statistics: Any
+    slopes: Any
+    bias: Any
+    mask: Any
+    q_strides: Any
+    do_strides: Any
+    slope_strides: Any
+    bias_strides: Any
+    mask_strides: Any
+    batch: Any
+    sequence: Any  # where sequences are packed; elsewhere the batch
+    start: Any  # the sequence's first query row
+    seqlen_q: Any
+    padded_q: Any
+    seqlen_k: Any
+    scale: Any
+    scale_log2: Any
+    left: Any
+    right: Any
+    softcap: Any
 
 
 @triton.jit
 def accumulate_head(
-    dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides,
-    do_strides, slope_strides, bias_strides, mask_strides, batch, head, batch_head, sequence, col,
-    q_start, seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap,
-    EXACT: tl.constexpr,
-    SPEC: tl.constexpr,
+    dk_j, dv_j, k_j, v_j, queries, head, batch_head, col, EXACT: tl.constexpr, SPEC: tl.constexpr
 ):  # fmt: skip
     """Add all rows of one query head that see a key tile to its dk and dv."""
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    q_rows = rows_of(q, q_strides, batch, head, q_start, seqlen_q, HEAD_DIM, SPEC)
-    do_rows = rows_of(do, do_strides, batch, head, q_start, seqlen_q, HEAD_DIM_V, SPEC)
-    statistics_ptr += batch_head * 2 * padded_q + q_start
-    modifiers = modifiers_of(
-        left, right, softcap, slopes_ptr, bias_ptr, mask_ptr, slope_strides, bias_strides,
-        mask_strides, sequence, head, SPEC,
+    batch, q_start, seqlen_q, padded_q = (
+        queries.batch, queries.start, queries.seqlen_q, queries.padded_q
+    )  # fmt: skip
+    q = rows_of(queries.q, queries.q_strides, batch, head, q_start, seqlen_q, HEAD_DIM, SPEC)
+    do = rows_of(queries.do, queries.do_strides, batch, head, q_start, seqlen_q, HEAD_DIM_V, SPEC)
+    statistics_ptr = queries.statistics + batch_head * 2 * padded_q + q_start
+    x = scores_of(
+        seqlen_q, queries.seqlen_k, queries.scale, queries.scale_log2, queries.left, queries.right,
+        queries.softcap, queries.slopes, queries.bias, queries.mask, queries.slope_strides,
+        queries.bias_strides, queries.mask_strides, queries.sequence, head, SPEC,
     )  # fmt: skip
     # rows past the end have p = 0 and keys past the end are not stored: neither needs a mask
-    start, full_start, full_end, end = query_range(col, seqlen_q, seqlen_k, modifiers, SPEC)
+    start, full_start, full_end, end = query_range(col, x, SPEC)
     if EXACT:
         full_start = end  # all tiles in one loop
         full_end = end
     if SPEC.HAS_RIGHT or EXACT:
         dk_j, dv_j = accumulate_dk_dv(
-            dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, start,
-            tl.minimum(full_start, end), seqlen_k, scale, scale_log2, modifiers, True, EXACT, SPEC,
+            dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, padded_q, col, start,
+            tl.minimum(full_start, end), x, True, EXACT, SPEC,
         )  # fmt: skip
     if not EXACT:
         dk_j, dv_j = accumulate_dk_dv(
-            dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, full_start,
-            full_end, seqlen_k, scale, scale_log2, modifiers, False, EXACT, SPEC,
+            dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, padded_q, col, full_start, full_end, x,
+            False, EXACT, SPEC,
         )  # fmt: skip
         if SPEC.HAS_LEFT or SPEC.HAS_MASK:
             dk_j, dv_j = accumulate_dk_dv(
-                dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col,
-                tl.maximum(full_start, full_end), end, seqlen_k, scale, scale_log2, modifiers,
-                True, EXACT, SPEC,
+                dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, padded_q, col,
+                tl.maximum(full_start, full_end), end, x, True, EXACT, SPEC,
             )  # fmt: skip
     return dk_j, dv_j
 
 
 @triton.jit
 def accumulate_heads(
-    k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides, do_strides,
-    slope_strides, bias_strides, mask_strides, batch, head_k, batch_head, group, sequence, col,
-    q_start, seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap, EXACT: tl.constexpr,
-    SPEC: tl.constexpr,
+    k_j, v_j, queries, head_k, batch_head, group, col, EXACT: tl.constexpr, SPEC: tl.constexpr
 ):  # fmt: skip
     """Return dk and dv of a key tile, from the query heads that share it, one after the other."""
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
-    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
-    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
-    dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_j = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    WIDTHS: tl.constexpr = SPEC.WIDTHS
+    WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
+    dk_j = zero_rows(BLOCK_N, WIDTHS)
+    dv_j = zero_rows(BLOCK_N, WIDTHS_V)
     if SPEC.IS_GROUPED:
         for member in range(group):
             dk_j, dv_j = accumulate_head(
-                dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
-                q_strides, do_strides, slope_strides, bias_strides, mask_strides, batch,
-                head_k * group + member, batch_head * group + member, sequence, col, q_start,
-                seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap, EXACT, SPEC,
+                dk_j, dv_j, k_j, v_j, queries, head_k * group + member, batch_head * group + member,
+                col, EXACT, SPEC,
             )  # fmt: skip
     else:
         dk_j, dv_j = accumulate_head(
-            dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides,
-            do_strides, slope_strides, bias_strides, mask_strides, batch, head_k, batch_head,
-            sequence, col, q_start, seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap, EXACT, SPEC,
-        )  # fmt: skip
+            dk_j, dv_j, k_j, v_j, queries, head_k, batch_head, col, EXACT, SPEC
+        )
     return dk_j, dv_j
 
 
@@ -262,8 +285,8 @@ def flash_attention_dk_dv_kernel(
     take a grid ``(slots, num_heads_k)``.
     """
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
-    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
-    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    WIDTHS: tl.constexpr = SPEC.WIDTHS
+    WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
     batch_head, tile = head_and_tile(SPEC)
@@ -283,56 +306,53 @@ def flash_attention_dk_dv_kernel(
     v_rows = rows_of(v, v_strides, batch, head_k, k_start, seqlen_k, HEAD_DIM_V, SPEC)
     dk_rows = rows_of(dk, dk_strides, batch, head_k, k_start, seqlen_k, HEAD_DIM, SPEC)
     dv_rows = rows_of(dv, dv_strides, batch, head_k, k_start, seqlen_k, HEAD_DIM_V, SPEC)
-    k_j = load_rows(k_rows, col, BLOCK_N, BLOCK_D, SPEC)
-    v_j = load_rows(v_rows, col, BLOCK_N, BLOCK_DV, SPEC)
-
-    dk_j, dv_j = accumulate_heads(
-        k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides, do_strides,
-        slope_strides, bias_strides, mask_strides, batch, head_k, batch_head, group, sequence, col,
-        q_start, seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap, False, SPEC,
+    k_j = load_rows(k_rows, col, BLOCK_N, WIDTHS, SPEC)
+    v_j = load_rows(v_rows, col, BLOCK_N, WIDTHS_V, SPEC)
+    queries = Queries(
+        q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides, do_strides, slope_strides,
+        bias_strides, mask_strides, batch, sequence, q_start, seqlen_q, padded_q, seqlen_k, scale,
+        scale_log2, left, right, softcap,
     )  # fmt: skip
+
+    dk_j, dv_j = accumulate_heads(k_j, v_j, queries, head_k, batch_head, group, col, False, SPEC)
     if SPEC.HIDES_PAIRS:  # noqa: SIM102 - this is decided by the compiler, the next is not
         if not (is_finite(dk_j) and is_finite(dv_j)):
             dk_j, dv_j = accumulate_heads(
-                k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides,
-                do_strides, slope_strides, bias_strides, mask_strides, batch, head_k, batch_head,
-                group, sequence, col, q_start, seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap,
-                True, SPEC,
-            )  # fmt: skip
-    store_rows(dk_rows, dk_j * scale, col, BLOCK_N, BLOCK_D, SPEC)
-    store_rows(dv_rows, dv_j, col, BLOCK_N, BLOCK_DV, SPEC)
+                k_j, v_j, queries, head_k, batch_head, group, col, True, SPEC
+            )
+    store_rows(dk_rows, scale_rows(dk_j, scale), col, SPEC)
+    store_rows(dv_rows, dv_j, col, SPEC)
 
 
 @triton.jit
 def accumulate_dq(
-    dq_i, q_i, do_i, lse, delta, k, v, row, start, end, seqlen_q, scale, scale_log2, modifiers,
-    MASKED: tl.constexpr, EXACT: tl.constexpr, SPEC: tl.constexpr,
+    dq_i, q_i, do_i, lse, delta, k, v, row, start, end, x, MASKED: tl.constexpr,
+    EXACT: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Add the keys ``[start, end)``, tile by tile, to dq of one query tile."""
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
-    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
-    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    WIDTHS: tl.constexpr = SPEC.WIDTHS
+    WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
     offs_m = row + tl.arange(0, BLOCK_M)
     rows = offs_m[:, None]
     for col in tl.range(start, end, BLOCK_N):
         cols = (col + tl.arange(0, BLOCK_N))[None, :]
-        k_j = load_rows(k, col, BLOCK_N, BLOCK_D, SPEC)
-        s_ij = tl.dot(q_i, k_j.T, input_precision=SPEC.PRECISION)
+        k_j = load_rows(k, col, BLOCK_N, WIDTHS, SPEC)
+        s_ij = row_products(q_i, k_j, SPEC)
         p_ij, capped = rebuild_p(
-            s_ij, lse[:, None], rows, cols, seqlen_q, k.num_rows, scale, scale_log2, modifiers,
-            MASKED, q_i.dtype == tl.float32, SPEC,
-        )  # fmt: skip
-        v_j = load_rows(v, col, BLOCK_N, BLOCK_DV, SPEC)
-        dp_ij = tl.dot(do_i, v_j.T, input_precision=SPEC.PRECISION)
-        ds_ij = product_gradient(p_ij, dp_ij, delta[:, None], capped, modifiers, SPEC)
+            s_ij, lse[:, None], rows, cols, x, MASKED, q_i[0].dtype == tl.float32, SPEC
+        )
+        v_j = load_rows(v, col, BLOCK_N, WIDTHS_V, SPEC)
+        dp_ij = row_products(do_i, v_j, SPEC)
+        ds_ij = product_gradient(p_ij, dp_ij, delta[:, None], capped, x, SPEC)
         if EXACT:
             for index in range(BLOCK_N):
                 key = col + index + tl.zeros([BLOCK_M], tl.int32)
-                sees = sees_exactly(offs_m, key, seqlen_q, k.num_rows, modifiers, SPEC)
+                sees = sees_exactly(offs_m, key, x, SPEC)
                 dq_i = add_visible_row(dq_i, ds_ij, k_j, index, sees)
         else:
-            dq_i = tl.dot(ds_ij.to(k_j.dtype), k_j, dq_i, input_precision=SPEC.PRECISION)
+            dq_i = add_weighted_rows(dq_i, ds_ij, k_j, SPEC)
     return dq_i
 
 
@@ -358,8 +378,8 @@ def flash_attention_dq_kernel(
     Packed sequences take ``(slots, num_heads)``.
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
-    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
-    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    WIDTHS: tl.constexpr = SPEC.WIDTHS
+    WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
     batch_head, tile = head_and_tile(SPEC)
@@ -382,37 +402,35 @@ def flash_attention_dq_kernel(
     v_rows = rows_of(v, v_strides, batch, head // group, k_start, seqlen_k, HEAD_DIM_V, SPEC)
     do_rows = rows_of(do, do_strides, batch, head, q_start, seqlen_q, HEAD_DIM_V, SPEC)
     dq_rows = rows_of(dq, dq_strides, batch, head, q_start, seqlen_q, HEAD_DIM, SPEC)
-    modifiers = modifiers_of(
-        left, right, softcap, slopes_ptr, bias_ptr, mask_ptr, slope_strides, bias_strides,
-        mask_strides, sequence, head, SPEC,
+    x = scores_of(
+        seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap, slopes_ptr, bias_ptr, mask_ptr,
+        slope_strides, bias_strides, mask_strides, sequence, head, SPEC,
     )  # fmt: skip
 
-    q_i = load_rows(q_rows, row, BLOCK_M, BLOCK_D, SPEC)
-    do_i = load_rows(do_rows, row, BLOCK_M, BLOCK_DV, SPEC)
+    q_i = load_rows(q_rows, row, BLOCK_M, WIDTHS, SPEC)
+    do_i = load_rows(do_rows, row, BLOCK_M, WIDTHS_V, SPEC)
     lse, delta = load_row_statistics(
         statistics_ptr + batch_head * 2 * padded_q + q_start, row, padded_q, seqlen_q, SPEC
     )
-    dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
-    last_row = row + BLOCK_M - 1
-    start, full_start, full_end, end = key_range(row, last_row, seqlen_q, seqlen_k, modifiers, SPEC)
+    dq_i = zero_rows(BLOCK_M, WIDTHS)
+    start, full_start, full_end, end = key_range(row, row + BLOCK_M - 1, x, SPEC)
     if SPEC.HAS_LEFT:
         dq_i = accumulate_dq(
-            dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, start, tl.minimum(full_start, end),
-            seqlen_q, scale, scale_log2, modifiers, True, False, SPEC,
+            dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, start, tl.minimum(full_start, end), x,
+            True, False, SPEC,
         )  # fmt: skip
     dq_i = accumulate_dq(
-        dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, full_start, full_end, seqlen_q, scale,
-        scale_log2, modifiers, False, False, SPEC,
+        dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, full_start, full_end, x, False, False,
+        SPEC,
     )  # fmt: skip
     dq_i = accumulate_dq(
-        dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, tl.maximum(full_start, full_end), end,
-        seqlen_q, scale, scale_log2, modifiers, True, False, SPEC,
+        dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, tl.maximum(full_start, full_end), end, x,
+        True, False, SPEC,
     )  # fmt: skip
     if SPEC.HIDES_PAIRS:  # noqa: SIM102 - this is decided by the compiler, the next is not
         if not is_finite(dq_i):
             dq_i = accumulate_dq(
-                tl.zeros([BLOCK_M, BLOCK_D], tl.float32), q_i, do_i, lse, delta, k_rows, v_rows,
-                row, start, end, seqlen_q, scale, scale_log2, modifiers, True, True, SPEC,
+                zero_rows(BLOCK_M, WIDTHS), q_i, do_i, lse, delta, k_rows, v_rows, row, start, end,
+                x, True, True, SPEC,
             )  # fmt: skip
-    store_rows(dq_rows, dq_i * scale, row, BLOCK_M, BLOCK_D, SPEC)
+    store_rows(dq_rows, scale_rows(dq_i, scale), row, SPEC)

@@ -21,6 +21,7 @@ class KernelSpec:
     PRECISION: str  # of a float32 product: "ieee" or "tf32"; other dtypes have but one
     USE_DESCRIPTORS: bool  # tiles move through tensor descriptors (TMA), not through pointers
     PRESCALED: bool = False  # scores are scaled before all else, not within the exponential
+    IN_PIECES: bool = False  # tiles may be two pieces, see `piece_widths`
     IS_GROUPED: bool = False  # several query heads share a head of k and v
     HAS_LEFT: bool = False  # a window bounds the keys before a row's position
     HAS_RIGHT: bool = False  # a window, or causality, bounds the keys after it
@@ -31,6 +32,16 @@ class KernelSpec:
     HAS_SINKS: bool = False
     PAGE_SIZE: int = 0  # key rows of a page, where k and v lie in pages; 0: they do not
     IS_PACKED: bool = False  # sequences lie one after the other in tensors of batch 1
+
+    @property
+    def WIDTHS(self) -> tuple[int, ...]:
+        """The columns of each piece of a tile of q or k."""
+        return piece_widths(self.HEAD_DIM) if self.IN_PIECES else (self.BLOCK_D,)
+
+    @property
+    def WIDTHS_V(self) -> tuple[int, ...]:
+        """The columns of each piece of a tile of v or o."""
+        return piece_widths(self.HEAD_DIM_V) if self.IN_PIECES else (self.BLOCK_DV,)
 
     @property
     def HIDES_PAIRS(self) -> bool:
@@ -143,6 +154,18 @@ def generation(capability: int) -> str:
 def padded_head_dim(head_dim: int) -> int:
     """Return the power of two, at least 16, that a tile of ``head_dim`` columns is padded to."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def piece_widths(head_dim: int) -> tuple[int, ...]:
+    """Return the widths, powers of two, of the one or two pieces that hold ``head_dim`` columns.
+
+    80 columns are 64 + 16, not 128.  Up to 64 the exponentials take longer than the products, and
+    nothing is gained.
+    """
+    padded = padded_head_dim(head_dim)
+    first = padded // 2
+    second = padded_head_dim(head_dim - first)
+    return (first, second) if padded > 64 and second < first else (padded,)
 
 
 def configs_for(head_dim: int, dtype: torch.dtype, capability: int) -> KernelConfigs | None:

@@ -18,7 +18,7 @@ from flash_kernel._triton.primitives import (
     INTERPRETED,
     LN_2,
     LOG2_E,
-    Modifiers,
+    Scores,
     in_pages,
     key_range,
     load_rows,
@@ -51,8 +51,8 @@ def flash_attention_append_kernel(
     What lies beyond the capacity is dropped.
     """
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
-    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
-    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    WIDTHS: tl.constexpr = SPEC.WIDTHS
+    WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
     batch = tl.program_id(0) // num_heads_k
@@ -69,10 +69,10 @@ def flash_attention_append_kernel(
     v_target = cache_rows(
         v_cache, v_cache_strides, batch, head, pages_ptr, max_pages, end, HEAD_DIM_V, CACHE_SPEC
     )
-    k_j = load_rows(k_rows, row, BLOCK_N, BLOCK_D, SPEC)
-    v_j = load_rows(v_rows, row, BLOCK_N, BLOCK_DV, SPEC)
-    store_rows(k_target, k_j, seqlen + row, BLOCK_N, BLOCK_D, CACHE_SPEC)
-    store_rows(v_target, v_j, seqlen + row, BLOCK_N, BLOCK_DV, CACHE_SPEC)
+    k_j = load_rows(k_rows, row, BLOCK_N, WIDTHS, SPEC)
+    v_j = load_rows(v_rows, row, BLOCK_N, WIDTHS_V, SPEC)
+    store_rows(k_target, k_j, seqlen + row, CACHE_SPEC)
+    store_rows(v_target, v_j, seqlen + row, CACHE_SPEC)
 
 
 @triton.jit
@@ -123,14 +123,15 @@ def flash_attention_decode_kernel(
     if SPEC.HAS_ALIBI:
         slopes_ptr += batch * slope_strides[0]
         slope = tl.load(slopes_ptr + heads * slope_strides[1], mask=is_row, other=0.0)[:, None]
-    modifiers = Modifiers(left, right, softcap, slope, lse_ptr, 0, 0, lse_ptr, 0, 0)
+    x = Scores(
+        seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap, slope, lse_ptr, 0, 0, lse_ptr,
+        0, 0,
+    )  # fmt: skip
 
     first_row = tl.program_id(1) // num_splits * BLOCK_M // group
     last_row = (tl.program_id(1) // num_splits * BLOCK_M + BLOCK_M - 1) // group
     last_row = tl.minimum(last_row, seqlen_q - 1)
-    start, full_start, full_end, end = key_range(
-        first_row, last_row, seqlen_q, seqlen_k, modifiers, SPEC
-    )
+    start, full_start, full_end, end = key_range(first_row, last_row, x, SPEC)
     start, end = split_range(start, end, split, num_splits, smallest, SPEC)
     if (start >= end) & (num_splits > 1):
         tl.store(lse_ptr + lse_rows, tl.full([BLOCK_M], -INF, tl.float32), mask=is_row)
@@ -152,10 +153,8 @@ def flash_attention_decode_kernel(
         v_cache, v_strides, batch, head_k, pages_ptr, max_pages, seqlen_k, HEAD_DIM_V, SPEC
     )
     m_i, l_i, acc = attend_range(
-        tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.float32),
-        tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), q_i, k_rows, v_rows, rows[:, None], start,
-        full_start, full_end, end, seqlen_q, scale, scale_log2, modifiers, SPEC,
-    )  # fmt: skip
+        (q_i,), k_rows, v_rows, rows, start, full_start, full_end, end, x, SPEC
+    )
     if SPEC.HAS_SINKS:
         sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0)
         m_i, l_i, acc = fold_sink(m_i, l_i, acc, sink, scale_log2)
@@ -167,7 +166,7 @@ def flash_attention_decode_kernel(
     o += split * tl.cast(o_split_stride, tl.int64) + batch * tl.cast(o_strides[0], tl.int64)
     o_rows = heads.to(tl.int64) * o_strides[1] + rows.to(tl.int64) * o_strides[2]
     o_mask = is_row[:, None] & (cols < HEAD_DIM_V)[None, :]
-    o_i = (acc * (1.0 / denominator)[:, None]).to(o.dtype.element_ty)
+    o_i = (acc[0] * (1.0 / denominator)[:, None]).to(o.dtype.element_ty)
     tl.store(o + o_rows[:, None] + cols[None, :] * o_strides[3], o_i, mask=o_mask)
 
 

@@ -26,20 +26,23 @@ from flash_kernel._triton.primitives import (
     key_range,
     last_tile_first,
     load_rows,
-    modifiers_of,
     online_softmax_step,
+    row_products,
     rows_of,
+    scale_rows,
+    scores_of,
     sees_exactly,
     softmax_weights,
     store_rows,
     visible_keys,
+    zero_rows,
 )
 
 
 @triton.jit
 def attend(
-    m_i, l_i, acc, q_i, k, v, offs_m, start, end, seqlen_q, scale, scale_log2, modifiers,
-    MASKED: tl.constexpr, EXACT: tl.constexpr, SPEC: tl.constexpr,
+    m_i, l_i, acc, q_i, k, v, offs_m, start, end, x, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    SPEC: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys ``[start, end)``, tile by tile, into the running softmax of one query tile.
 
@@ -48,56 +51,58 @@ def attend(
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
-    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
-    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    WIDTHS: tl.constexpr = SPEC.WIDTHS
+    WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
     rows = offs_m[:, None]
     for col in tl.range(start, end, BLOCK_N):
         cols = (col + tl.arange(0, BLOCK_N))[None, :]
-        k_j = load_rows(k, col, BLOCK_N, BLOCK_D, SPEC)
-        # K is seen as [D, BLOCK_N], so that s = q k is [BLOCK_M, BLOCK_N]
-        s_ij = tl.dot(q_i, k_j.T, input_precision=SPEC.PRECISION)
-        s_ij = cap_scores(s_ij, scale, modifiers, SPEC)
-        s_ij = bias_scores(s_ij, rows, cols, seqlen_q, k.num_rows, modifiers, SPEC)
+        k_j = load_rows(k, col, BLOCK_N, WIDTHS, SPEC)
+        s_ij = row_products(q_i, k_j, SPEC)
+        s_ij = cap_scores(s_ij, x, SPEC)
+        s_ij = bias_scores(s_ij, rows, cols, x, SPEC)
         if MASKED:
-            visible = visible_keys(rows, cols, seqlen_q, k.num_rows, modifiers, SPEC)
-            s_ij = tl.where(visible, s_ij, -INF)
-        v_j = load_rows(v, col, BLOCK_N, BLOCK_DV, SPEC)
+            s_ij = tl.where(visible_keys(rows, cols, x, SPEC), s_ij, -INF)
+        v_j = load_rows(v, col, BLOCK_N, WIDTHS_V, SPEC)
         if EXACT:
-            m_i, l_i, p_ij, alpha = softmax_weights(m_i, l_i, s_ij, scale_log2)
-            acc *= alpha[:, None]
+            m_i, l_i, p_ij, alpha = softmax_weights(m_i, l_i, s_ij, x.scale_log2)
+            acc = scale_rows(acc, alpha[:, None])
             for index in range(BLOCK_N):
                 key = col + index + tl.zeros([BLOCK_M], tl.int32)
-                sees = sees_exactly(offs_m, key, seqlen_q, k.num_rows, modifiers, SPEC)
+                sees = sees_exactly(offs_m, key, x, SPEC)
                 acc = add_visible_row(acc, p_ij, v_j, index, sees)
         else:
-            m_i, l_i, acc = online_softmax_step(m_i, l_i, acc, s_ij, v_j, scale_log2, SPEC)
+            m_i, l_i, acc = online_softmax_step(m_i, l_i, acc, s_ij, v_j, x.scale_log2, SPEC)
     return m_i, l_i, acc
 
 
 @triton.jit
-def attend_range(
-    m_i, l_i, acc, q_i, k, v, offs_m, start, full_start, full_end, end, seqlen_q, scale, scale_log2,
-    modifiers, SPEC: tl.constexpr,
-):  # fmt: skip
-    """Fold the keys of a `key_range`: tiles that need the mask, and those between that do not."""
+def attend_range(q_i, k, v, offs_m, start, full_start, full_end, end, x, SPEC: tl.constexpr):
+    """Return m, l and acc of the keys of a `key_range`.
+
+    The mask is evaluated for the tiles that need it alone, and not for those between.
+    """
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+    WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
+    m_i = tl.full([BLOCK_M], -INF, tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = zero_rows(BLOCK_M, WIDTHS_V)
     if SPEC.HAS_LEFT:
         m_i, l_i, acc = attend(
-            m_i, l_i, acc, q_i, k, v, offs_m, start, tl.minimum(full_start, end), seqlen_q, scale,
-            scale_log2, modifiers, True, False, SPEC,
+            m_i, l_i, acc, q_i, k, v, offs_m, start, tl.minimum(full_start, end), x, True, False,
+            SPEC,
         )  # fmt: skip
     m_i, l_i, acc = attend(
-        m_i, l_i, acc, q_i, k, v, offs_m, full_start, full_end, seqlen_q, scale, scale_log2,
-        modifiers, False, False, SPEC,
-    )  # fmt: skip
+        m_i, l_i, acc, q_i, k, v, offs_m, full_start, full_end, x, False, False, SPEC
+    )
     m_i, l_i, acc = attend(
-        m_i, l_i, acc, q_i, k, v, offs_m, tl.maximum(full_start, full_end), end, seqlen_q, scale,
-        scale_log2, modifiers, True, False, SPEC,
+        m_i, l_i, acc, q_i, k, v, offs_m, tl.maximum(full_start, full_end), end, x, True, False,
+        SPEC,
     )  # fmt: skip
     if SPEC.HIDES_PAIRS:  # noqa: SIM102 - this is decided by the compiler, the next is not
         if not is_finite(acc):
             m_i, l_i, acc = attend(
-                tl.full(m_i.shape, -INF, tl.float32), tl.zeros_like(l_i), tl.zeros_like(acc), q_i,
-                k, v, offs_m, start, end, seqlen_q, scale, scale_log2, modifiers, True, True, SPEC,
+                tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.float32),
+                zero_rows(BLOCK_M, WIDTHS_V), q_i, k, v, offs_m, start, end, x, True, True, SPEC,
             )  # fmt: skip
     return m_i, l_i, acc
 
@@ -109,7 +114,7 @@ def fold_sink(m_i, l_i, acc, sink, scale_log2):
     pivot = tl.where(m_new == -INF, 0.0, m_new * scale_log2)
     alpha = tl.math.exp2(m_i * scale_log2 - pivot)
     l_new = alpha * l_i + tl.math.exp2(sink * LOG2_E - pivot)
-    return m_new, l_new, acc * alpha[:, None]
+    return m_new, l_new, scale_rows(acc, alpha[:, None])
 
 
 @triton.jit(
@@ -139,8 +144,7 @@ def flash_attention_forward_kernel(
     which packed sequences take a grid ``(slots, num_heads)``, see `sequence_and_tile`.
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
-    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
-    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    WIDTHS: tl.constexpr = SPEC.WIDTHS
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
     batch_head, tile = head_and_tile(SPEC)
@@ -163,28 +167,22 @@ def flash_attention_forward_kernel(
     k_rows = rows_of(k, k_strides, batch, head // group, k_start, seqlen_k, HEAD_DIM, SPEC)
     v_rows = rows_of(v, v_strides, batch, head // group, k_start, seqlen_k, HEAD_DIM_V, SPEC)
     o_rows = rows_of(o, o_strides, batch, head, q_start, seqlen_q, HEAD_DIM_V, SPEC)
-    modifiers = modifiers_of(
-        left, right, softcap, slopes_ptr, bias_ptr, mask_ptr, slope_strides, bias_strides,
-        mask_strides, sequence, head, SPEC,
+    x = scores_of(
+        seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap, slopes_ptr, bias_ptr, mask_ptr,
+        slope_strides, bias_strides, mask_strides, sequence, head, SPEC,
     )  # fmt: skip
 
-    q_i = load_rows(q_rows, row, BLOCK_M, BLOCK_D, SPEC)
-    m_i = tl.full([BLOCK_M], -INF, tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-
+    q_i = load_rows(q_rows, row, BLOCK_M, WIDTHS, SPEC)
     rows = row + tl.arange(0, BLOCK_M)
-    last_row = row + BLOCK_M - 1
-    start, full_start, full_end, end = key_range(row, last_row, seqlen_q, seqlen_k, modifiers, SPEC)
+    start, full_start, full_end, end = key_range(row, row + BLOCK_M - 1, x, SPEC)
     m_i, l_i, acc = attend_range(
-        m_i, l_i, acc, q_i, k_rows, v_rows, rows, start, full_start, full_end, end,
-        seqlen_q, scale, scale_log2, modifiers, SPEC,
-    )  # fmt: skip
+        q_i, k_rows, v_rows, rows, start, full_start, full_end, end, x, SPEC
+    )
     if SPEC.HAS_SINKS:
         m_i, l_i, acc = fold_sink(m_i, l_i, acc, tl.load(sinks_ptr + head), scale_log2)
 
     # a row that sees nothing has l = 0 and acc = 0: its output is 0 and its lse is -inf
     denominator = tl.where(l_i == 0.0, 1.0, l_i)
-    store_rows(o_rows, acc * (1.0 / denominator)[:, None], row, BLOCK_M, BLOCK_DV, SPEC)
+    store_rows(o_rows, scale_rows(acc, (1.0 / denominator)[:, None]), row, SPEC)
     lse_i = (m_i * scale_log2 + tl.math.log2(denominator)) * LN_2
     tl.store(lse_ptr + q_start + rows, lse_i, mask=rows < seqlen_q)

@@ -22,6 +22,7 @@ from flash_kernel._triton.config import (
     compute_capability,
     configs_for,
     padded_head_dim,
+    piece_widths,
 )
 from flash_kernel._triton.forward import flash_attention_forward_kernel
 from flash_kernel._triton.prepared import (
@@ -289,7 +290,7 @@ def prepare(
     """
     if use_descriptors is None:
         use_descriptors = can_use_descriptors(*tiled.values())
-    spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors)
+    spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors, IN_PIECES=not use_descriptors)
     blocks: list[list[int] | None] = [None] * (len(tiled) + num_buffers)
     if use_descriptors:
         for index, name in enumerate(tiled):
@@ -367,4 +368,7 @@ def can_use_descriptors(*tensors: Tensor) -> bool:
         is_short = all(tensor.shape[2] <= SHORT_ROWS for tensor in tensors)
         if is_short or compute_capability(tensors[0].device) < 90:
             return False
+    # a descriptor has one block shape, and so no pieces
+    if any(len(piece_widths(tensor.shape[-1])) > 1 for tensor in tensors):
+        return False
     return all(is_aligned(tensor) for tensor in tensors)

@@ -67,10 +67,12 @@ def in_pages(x, pages, stride_page):
 
 
 @triton.jit
-def tile_offsets(x, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.constexpr):
-    """Offsets and in-bounds mask, both ``[ROWS, BLOCK_D]``, of the tile that starts at ``row``."""
+def piece_offsets(
+    x, row, FIRST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SPEC: tl.constexpr
+):  # fmt: skip
+    """Offsets and in-bounds mask, both ``[ROWS, WIDTH]``, from ``row`` and column FIRST on."""
     rows = row + tl.arange(0, ROWS)
-    cols = tl.arange(0, BLOCK_D)
+    cols = FIRST + tl.arange(0, WIDTH)
     inside = rows < x.num_rows
     if SPEC.PAGE_SIZE > 0:
         pages = tl.load(x.pages + rows // SPEC.PAGE_SIZE, mask=inside, other=0).to(tl.int64)
@@ -94,12 +96,14 @@ def coordinates(x, row, SPEC: tl.constexpr):
 
 
 @triton.jit
-def load_rows(x, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.constexpr):
-    """Rows ``row .. row + ROWS`` of `Rows` x as ``[ROWS, BLOCK_D]``, zero outside the tensor."""
+def load_piece(
+    x, row, FIRST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SPEC: tl.constexpr
+):  # fmt: skip
+    """Columns from FIRST of the rows from ``row`` of `Rows` x, ``[ROWS, WIDTH]``."""
     if SPEC.USE_DESCRIPTORS:
-        tile = x.source.load(coordinates(x, row, SPEC)).reshape(ROWS, BLOCK_D)
+        tile = x.source.load(coordinates(x, row, SPEC)).reshape(ROWS, WIDTH)
     else:
-        offsets, mask = tile_offsets(x, row, ROWS, BLOCK_D, SPEC)
+        offsets, mask = piece_offsets(x, row, FIRST, WIDTH, ROWS, SPEC)
         tile = tl.load(x.source + offsets, mask=mask, other=0.0)
     if INTERPRETED and tile.dtype == tl.bfloat16:
         tile = tile.to(tl.float32)
@@ -107,16 +111,82 @@ def load_rows(x, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.conste
 
 
 @triton.jit
-def store_rows(
-    x, tile, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, SPEC: tl.constexpr
-):  # fmt: skip
-    """Write ``tile [ROWS, BLOCK_D]`` where `load_rows` would read it, clipped to the tensor."""
+def load_rows(x, row, ROWS: tl.constexpr, WIDTHS: tl.constexpr, SPEC: tl.constexpr):
+    """Rows ``row .. row + ROWS`` of `Rows` x as a tile, zero outside the tensor.
+
+    A tile is a tuple of one or two pieces ``[ROWS, WIDTH]`` side by side: Triton's shapes are
+    powers of two, and a head dim of 80 costs less as 64 + 16 columns than as 128.
+    """
+    FIRST: tl.constexpr = WIDTHS[0]
+    first = load_piece(x, row, 0, FIRST, ROWS, SPEC)
+    if len(WIDTHS) == 1:
+        return (first,)
+    else:  # noqa: RET505 - to the compiler, what follows a return is still there
+        SECOND: tl.constexpr = WIDTHS[1]
+        return (first, load_piece(x, row, FIRST, SECOND, ROWS, SPEC))
+
+
+@triton.jit
+def store_piece(x, tile, row, FIRST: tl.constexpr, SPEC: tl.constexpr):
+    """Write a piece where `load_piece` would read it, clipped to the tensor."""
+    ROWS: tl.constexpr = tile.shape[0]
+    WIDTH: tl.constexpr = tile.shape[1]
     if SPEC.USE_DESCRIPTORS:
         tile = tile.to(x.source.dtype).reshape(x.source.block_shape)
         x.source.store(coordinates(x, row, SPEC), tile)
     else:
-        offsets, mask = tile_offsets(x, row, ROWS, BLOCK_D, SPEC)
+        offsets, mask = piece_offsets(x, row, FIRST, WIDTH, ROWS, SPEC)
         tl.store(x.source + offsets, tile.to(x.source.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_rows(x, tile, row, SPEC: tl.constexpr):
+    """Write a tile where `load_rows` would read it, clipped to the tensor."""
+    FIRST: tl.constexpr = tile[0].shape[1]
+    store_piece(x, tile[0], row, 0, SPEC)
+    if len(tile) == 2:
+        store_piece(x, tile[1], row, FIRST, SPEC)
+
+
+@triton.jit
+def zero_rows(ROWS: tl.constexpr, WIDTHS: tl.constexpr):
+    """Return a tile of float32 zeros."""
+    FIRST: tl.constexpr = WIDTHS[0]
+    first = tl.zeros([ROWS, FIRST], tl.float32)
+    if len(WIDTHS) == 1:
+        return (first,)
+    else:  # noqa: RET505
+        SECOND: tl.constexpr = WIDTHS[1]
+        return (first, tl.zeros([ROWS, SECOND], tl.float32))
+
+
+@triton.jit
+def scale_rows(tile, factor):
+    """Return a tile times ``factor``, a number or one ``[ROWS, 1]`` for each row."""
+    if len(tile) == 1:
+        return (tile[0] * factor,)
+    else:  # noqa: RET505
+        return (tile[0] * factor, tile[1] * factor)
+
+
+@triton.jit
+def row_products(a, b, SPEC: tl.constexpr):
+    """Return ``a b^T`` of two tiles: the products of their rows, ``[ROWS of a, ROWS of b]``."""
+    products = tl.dot(a[0], b[0].T, input_precision=SPEC.PRECISION)
+    if len(a) == 2:
+        products = tl.dot(a[1], b[1].T, products, input_precision=SPEC.PRECISION)
+    return products
+
+
+@triton.jit
+def add_weighted_rows(acc, weights, b, SPEC: tl.constexpr):
+    """Return the tile ``acc + weights b``; ``weights [ROWS of acc, ROWS of b]``."""
+    weights = weights.to(b[0].dtype)
+    first = tl.dot(weights, b[0], acc[0], input_precision=SPEC.PRECISION)
+    if len(b) == 1:
+        return (first,)
+    else:  # noqa: RET505
+        return (first, tl.dot(weights, b[1], acc[1], input_precision=SPEC.PRECISION))
 
 
 @triton.jit
@@ -199,9 +269,13 @@ def find_sequence(
     return found, tile
 
 
-class Modifiers(NamedTuple):
-    """What is done to the scores of one head between the product and the softmax."""
+class Scores(NamedTuple):
+    """How the products of one head's queries and keys become scores, and which of them count."""
 
+    seqlen_q: Any
+    seqlen_k: Any
+    scale: Any
+    scale_log2: Any  # scale * log2(e); where SPEC has the scores PRESCALED, plain log2(e)
     left: Any  # keys seen before a row's own position
     right: Any  # keys seen after it, 0 when causal
     softcap: Any
@@ -215,18 +289,18 @@ class Modifiers(NamedTuple):
 
 
 @triton.jit
-def modifiers_of(
-    left, right, softcap, slopes, bias, mask, slope_strides, bias_strides, mask_strides, batch,
-    head, SPEC: tl.constexpr,
+def scores_of(
+    seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap, slopes, bias, mask, slope_strides,
+    bias_strides, mask_strides, batch, head, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Return the `Modifiers` of one head; what SPEC says is absent is never read."""
+    """Return the `Scores` of one head; what SPEC says is absent is never read."""
     slope = softcap
     if SPEC.HAS_ALIBI:
         slope = tl.load(slopes + batch * slope_strides[0] + head * slope_strides[1])
     bias += batch * tl.cast(bias_strides[0], tl.int64) + head * tl.cast(bias_strides[1], tl.int64)
     mask += batch * tl.cast(mask_strides[0], tl.int64) + head * tl.cast(mask_strides[1], tl.int64)
-    return Modifiers(
-        left, right, softcap, slope,
+    return Scores(
+        seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap, slope,
         bias, tl.cast(bias_strides[2], tl.int64), tl.cast(bias_strides[3], tl.int64),
         mask, tl.cast(mask_strides[2], tl.int64), tl.cast(mask_strides[3], tl.int64),
     )  # fmt: skip
@@ -242,72 +316,72 @@ def tanh(x):
 
 
 @triton.jit
-def cap_scores(s, scale, x, SPEC: tl.constexpr):
+def cap_scores(s, x, SPEC: tl.constexpr):
     """Scale the scores where SPEC says so, and cap them softly: ``softcap * tanh(s / softcap)``."""
     if SPEC.PRESCALED:
-        s = s * scale
+        s = s * x.scale
     if SPEC.HAS_SOFTCAP:
         s = x.softcap * tanh(s / x.softcap)
     return s
 
 
 @triton.jit
-def bias_scores(s, rows, cols, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
+def bias_scores(s, rows, cols, x, SPEC: tl.constexpr):
     """Add ALiBi, ``-slope * |i + seqlen_k - seqlen_q - j|``, and the bias of each pair."""
     if SPEC.HAS_ALIBI:
-        distance = tl.abs(rows + (seqlen_k - seqlen_q) - cols)
+        distance = tl.abs(rows + (x.seqlen_k - x.seqlen_q) - cols)
         s = s - x.slope * distance.to(tl.float32)
     if SPEC.HAS_BIAS:
-        bias = load_bias(rows, cols, seqlen_q, seqlen_k, x)
+        bias = load_bias(rows, cols, x)
         s = tl.where(bias == -INF, -INF, s + bias)  # -inf hides a score, also if that is NaN
     return s
 
 
 @triton.jit
-def load_bias(rows, cols, seqlen_q, seqlen_k, x):
+def load_bias(rows, cols, x):
     """Bias of each pair in float32, 0 past the ends."""
     offsets = rows.to(tl.int64) * x.bias_row + cols.to(tl.int64) * x.bias_col
-    inside = (rows < seqlen_q) & (cols < seqlen_k)
+    inside = (rows < x.seqlen_q) & (cols < x.seqlen_k)
     return tl.load(x.bias + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def visible_keys(rows, cols, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
+def visible_keys(rows, cols, x, SPEC: tl.constexpr):
     """The one mask: True where query ``rows`` may attend to key ``cols`` (broadcast together).
 
-    Windows are aligned to the bottom right: row i stands at ``i + seqlen_k - seqlen_q`` and sees
+    Windows are aligned to the bottom right: row i stands at ``i + x.seqlen_k - seqlen_q`` and sees
     the keys from ``left`` before to ``right`` after that position.
     """
-    visible = cols < seqlen_k
-    position = rows + (seqlen_k - seqlen_q)
+    visible = cols < x.seqlen_k
+    position = rows + (x.seqlen_k - x.seqlen_q)
     if SPEC.HAS_RIGHT:
         visible = visible & (cols <= position + x.right)
     if SPEC.HAS_LEFT:
         visible = visible & (cols >= position - x.left)
     if SPEC.HAS_MASK:
         offsets = rows.to(tl.int64) * x.mask_row + cols.to(tl.int64) * x.mask_col
-        inside = (rows < seqlen_q) & (cols < seqlen_k)
+        inside = (rows < x.seqlen_q) & (cols < x.seqlen_k)
         visible = visible & (tl.load(x.mask + offsets, mask=inside, other=0) != 0)
     return visible
 
 
 @triton.jit
-def key_range(first_row, last_row, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
+def key_range(first_row, last_row, x, SPEC: tl.constexpr):
     """Keys that a tile of query rows visits: ``start, full_start, full_end, end``.
 
     Tiles in ``[full_start, full_end)`` are seen whole by every row; those before and after need the
     mask.  When causal with ``seqlen_q == seqlen_k``, the loop ends after
     ``cdiv((tile + 1) * BLOCK_M, BLOCK_N)`` key tiles.
     """
-    first = first_row + (seqlen_k - seqlen_q)  # their positions among the keys
-    last = last_row + (seqlen_k - seqlen_q)
+    first = first_row + (x.seqlen_k - x.seqlen_q)  # their positions among the keys
+    last = last_row + (x.seqlen_k - x.seqlen_q)
     start = 0
     full_start = 0
-    full_end = seqlen_k
-    end = seqlen_k
+    full_end = x.seqlen_k
+    end = x.seqlen_k
     if SPEC.HAS_RIGHT:
-        full_end = tl.maximum(tl.minimum(seqlen_k, first + x.right + 1), 0)
-        end = tl.maximum(tl.minimum(seqlen_k, last + x.right + 1), 0)
+        full_end = tl.maximum(tl.minimum(x.seqlen_k, first + x.right + 1), 0)
+        end = tl.maximum(tl.minimum(x.seqlen_k, last + x.right + 1), 0)
     if SPEC.HAS_LEFT:
         start = tl.maximum(first - x.left, 0) // SPEC.BLOCK_N * SPEC.BLOCK_N
         full_start = tl.cdiv(tl.maximum(last - x.left, 0), SPEC.BLOCK_N) * SPEC.BLOCK_N
@@ -319,24 +393,24 @@ def key_range(first_row, last_row, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
 
 
 @triton.jit
-def query_range(col, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
+def query_range(col, x, SPEC: tl.constexpr):
     """Query rows that see the key tile at ``col``; the four bounds are those of `key_range`.
 
     Rows past the end have p = 0, so that the last tile of rows needs no mask.
     """
-    first = col - (seqlen_k - seqlen_q)  # the row that stands at the tile's first key
+    first = col - (x.seqlen_k - x.seqlen_q)  # the row that stands at the tile's first key
     last = first + SPEC.BLOCK_N - 1
     start = 0
     full_start = 0
-    full_end = seqlen_q
-    end = seqlen_q
+    full_end = x.seqlen_q
+    end = x.seqlen_q
     if SPEC.HAS_RIGHT:
         start = tl.maximum(first - x.right, 0) // SPEC.BLOCK_M * SPEC.BLOCK_M
         full_start = tl.cdiv(tl.maximum(last - x.right, 0), SPEC.BLOCK_M) * SPEC.BLOCK_M
     if SPEC.HAS_LEFT:
-        full_end = tl.maximum(tl.minimum(seqlen_q, first + x.left + 1), 0)
+        full_end = tl.maximum(tl.minimum(x.seqlen_q, first + x.left + 1), 0)
         full_end = full_end // SPEC.BLOCK_M * SPEC.BLOCK_M
-        end = tl.maximum(tl.minimum(seqlen_q, last + x.left + 1), 0)
+        end = tl.maximum(tl.minimum(x.seqlen_q, last + x.left + 1), 0)
     if SPEC.HAS_MASK:
         full_start = start
         full_end = start
@@ -366,37 +440,52 @@ def online_softmax_step(m_i, l_i, acc, s_ij, v_j, scale_log2, SPEC: tl.constexpr
         l' = alpha * l + rowsum(P)  acc' = alpha * acc + P V
 
     Invariant: after every step, acc / l is the attention output over the keys seen so far.
-    Shapes: m_i, l_i [BLOCK_M]; acc [BLOCK_M, D]; s_ij [BLOCK_M, BLOCK_N]; v_j [BLOCK_N, D].
+    Shapes: m_i, l_i [BLOCK_M]; s_ij [BLOCK_M, BLOCK_N]; acc and v_j are tiles of BLOCK_M and
+    BLOCK_N rows.
     """
     m_i, l_i, p_ij, alpha = softmax_weights(m_i, l_i, s_ij, scale_log2)
-    acc = tl.dot(p_ij.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision=SPEC.PRECISION)
+    acc = add_weighted_rows(scale_rows(acc, alpha[:, None]), p_ij, v_j, SPEC)
     return m_i, l_i, acc
 
 
 @triton.jit
-def is_finite(x):
+def is_finite(tile):
     """Whether no entry of a tile is NaN or infinite; see `add_visible_row` for what if not."""
-    return tl.min((tl.abs(x) < INF).to(tl.int32)) == 1
+    finite = tl.min((tl.abs(tile[0]) < INF).to(tl.int32))
+    if len(tile) == 2:
+        finite = tl.minimum(finite, tl.min((tl.abs(tile[1]) < INF).to(tl.int32)))
+    return finite == 1
 
 
 @triton.jit
-def add_visible_row(acc, a, b, index, sees):
-    """Add row ``index`` of b, weighed by its column of a, to the rows of acc that see it.
+def add_visible_row(acc, weights, b, index, sees):
+    """Add row ``index`` of b, by its column of the weights, to the rows of acc that see it.
 
-    In the product ``a b`` a NaN or inf of b reaches every row of acc, since 0 * NaN is NaN.  So the
+    In the product ``weights b`` a NaN or inf of b reaches every row, since 0 * NaN is NaN.  So the
     kernels compute a result that is not finite a second time: row by row, slowly, and exactly.
-    Shapes: acc [M, N]; a [M, K]; b [K, N]; sees [M].
+    Shapes: weights [ROWS of acc, ROWS of b]; sees [ROWS of acc].
     """
-    is_row = tl.arange(0, b.shape[0]) == index
-    a_column = tl.sum(tl.where(is_row[None, :], a.to(b.dtype), 0.0).to(tl.float32), axis=1)
-    b_row = tl.sum(tl.where(is_row[:, None], b, 0.0).to(tl.float32), axis=0)
-    return acc + tl.where(sees[:, None], a_column[:, None] * b_row[None, :], 0.0)
+    is_row = tl.arange(0, b[0].shape[0]) == index
+    rounded = weights.to(b[0].dtype)
+    weight = tl.sum(tl.where(is_row[None, :], rounded, 0.0).to(tl.float32), axis=1)[:, None]
+    first = acc[0] + weighted_row(weight, b[0], is_row, sees)
+    if len(acc) == 1:
+        return (first,)
+    else:  # noqa: RET505
+        return (first, acc[1] + weighted_row(weight, b[1], is_row, sees))
 
 
 @triton.jit
-def sees_exactly(rows, cols, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
+def weighted_row(weight, b, is_row, sees):
+    """Return ``weight [M, 1]`` times the one row of b that ``is_row``, 0 where not seen."""
+    b_row = tl.sum(tl.where(is_row[:, None], b, 0.0).to(tl.float32), axis=0)
+    return tl.where(sees[:, None], weight * b_row[None, :], 0.0)
+
+
+@triton.jit
+def sees_exactly(rows, cols, x, SPEC: tl.constexpr):
     """`visible_keys`, less rows past the end and pairs that a bias of -inf hides."""
-    visible = visible_keys(rows, cols, seqlen_q, seqlen_k, x, SPEC) & (rows < seqlen_q)
+    visible = visible_keys(rows, cols, x, SPEC) & (rows < x.seqlen_q)
     if SPEC.HAS_BIAS:
-        visible = visible & (load_bias(rows, cols, seqlen_q, seqlen_k, x) != -INF)
+        visible = visible & (load_bias(rows, cols, x) != -INF)
     return visible
