@@ -77,6 +77,8 @@ def compile_one(
     """Compile one kernel as its launcher would."""
     source = ASTSource(kernel, *argument_types(kernel, spec, dtype))
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.max_registers is not None:
+        options["maxnreg"] = config.max_registers
     return triton.compile(source, target=target, options=options)
 
 

@@ -16,14 +16,17 @@ import triton.language as tl
 from flash_kernel._triton.primitives import (
     INF,
     LOG2_E,
+    add_visible_row,
     bias_scores,
     cap_scores,
     head_and_tile,
+    is_finite,
     key_range,
     load_rows,
     modifiers_of,
     query_range,
     rows_of,
+    sees_exactly,
     store_rows,
     visible_keys,
 )
@@ -115,7 +118,7 @@ def product_gradient(p, dp, delta, capped, modifiers, SPEC: tl.constexpr):
 @triton.jit
 def accumulate_dk_dv(
     dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, padded_q, col, start, end, seqlen_k, scale,
-    scale_log2, modifiers, MASKED: tl.constexpr, SPEC: tl.constexpr,
+    scale_log2, modifiers, MASKED: tl.constexpr, EXACT: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Add the query rows ``[start, end)`` of one head, tile by tile, to dk and dv of a key tile.
 
@@ -123,9 +126,11 @@ def accumulate_dk_dv(
     straight from registers.
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+    BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
-    cols = (col + tl.arange(0, SPEC.BLOCK_N))[:, None]
+    offs_n = col + tl.arange(0, BLOCK_N)
+    cols = offs_n[:, None]
     for row in tl.range(start, end, BLOCK_M):
         row = tl.multiple_of(row, BLOCK_M)
         rows = (row + tl.arange(0, BLOCK_M))[None, :]
@@ -137,11 +142,19 @@ def accumulate_dk_dv(
             MASKED, q_i.dtype == tl.float32, SPEC,
         )  # fmt: skip
         do_i = load_rows(do, row, BLOCK_M, BLOCK_DV, SPEC)
-        # before dp: s and dp at once do not fit the registers
-        dv_j = tl.dot(p_t.to(do_i.dtype), do_i, dv_j, input_precision=SPEC.PRECISION)
+        if not EXACT:
+            # before dp: s and dp at once do not fit the registers
+            dv_j = tl.dot(p_t.to(do_i.dtype), do_i, dv_j, input_precision=SPEC.PRECISION)
         dp_t = tl.dot(v_j, do_i.T, input_precision=SPEC.PRECISION)
         ds_t = product_gradient(p_t, dp_t, delta[None, :], capped, modifiers, SPEC)
-        dk_j = tl.dot(ds_t.to(q_i.dtype), q_i, dk_j, input_precision=SPEC.PRECISION)
+        if EXACT:
+            for index in range(BLOCK_M):
+                query = row + index + tl.zeros([BLOCK_N], tl.int32)
+                sees = sees_exactly(query, offs_n, q.num_rows, seqlen_k, modifiers, SPEC)
+                dv_j = add_visible_row(dv_j, p_t, do_i, index, sees)
+                dk_j = add_visible_row(dk_j, ds_t, q_i, index, sees)
+        else:
+            dk_j = tl.dot(ds_t.to(q_i.dtype), q_i, dk_j, input_precision=SPEC.PRECISION)
     return dk_j, dv_j
 
 
@@ -149,7 +162,8 @@ def accumulate_dk_dv(
 def accumulate_head(
     dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides,
     do_strides, slope_strides, bias_strides, mask_strides, batch, head, batch_head, col, seqlen_q,
-    padded_q, seqlen_k, scale, scale_log2, left, right, softcap, SPEC: tl.constexpr,
+    padded_q, seqlen_k, scale, scale_log2, left, right, softcap, EXACT: tl.constexpr,
+    SPEC: tl.constexpr,
 ):  # fmt: skip
     """Add all rows of one query head that see a key tile to its dk and dv."""
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
@@ -163,20 +177,54 @@ def accumulate_head(
     )  # fmt: skip
     # rows past the end have p = 0 and keys past the end are not stored: neither needs a mask
     start, full_start, full_end, end = query_range(col, seqlen_q, seqlen_k, modifiers, SPEC)
-    if SPEC.HAS_RIGHT:
+    if EXACT:
+        full_start = end  # all tiles in one loop
+        full_end = end
+    if SPEC.HAS_RIGHT or EXACT:
         dk_j, dv_j = accumulate_dk_dv(
             dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, start,
-            tl.minimum(full_start, end), seqlen_k, scale, scale_log2, modifiers, True, SPEC,
+            tl.minimum(full_start, end), seqlen_k, scale, scale_log2, modifiers, True, EXACT, SPEC,
         )  # fmt: skip
-    dk_j, dv_j = accumulate_dk_dv(
-        dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, full_start, full_end,
-        seqlen_k, scale, scale_log2, modifiers, False, SPEC,
-    )  # fmt: skip
-    if SPEC.HAS_LEFT or SPEC.HAS_MASK:
+    if not EXACT:
         dk_j, dv_j = accumulate_dk_dv(
-            dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col,
-            tl.maximum(full_start, full_end), end, seqlen_k, scale, scale_log2, modifiers, True,
-            SPEC,
+            dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col, full_start,
+            full_end, seqlen_k, scale, scale_log2, modifiers, False, EXACT, SPEC,
+        )  # fmt: skip
+        if SPEC.HAS_LEFT or SPEC.HAS_MASK:
+            dk_j, dv_j = accumulate_dk_dv(
+                dk_j, dv_j, k_j, v_j, q_rows, do_rows, statistics_ptr, padded_q, col,
+                tl.maximum(full_start, full_end), end, seqlen_k, scale, scale_log2, modifiers,
+                True, EXACT, SPEC,
+            )  # fmt: skip
+    return dk_j, dv_j
+
+
+@triton.jit
+def accumulate_heads(
+    k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides, do_strides,
+    slope_strides, bias_strides, mask_strides, batch, head_k, batch_head, group, col, seqlen_q,
+    padded_q, seqlen_k, scale, scale_log2, left, right, softcap, EXACT: tl.constexpr,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """Return dk and dv of a key tile, from the query heads that share it, one after the other."""
+    BLOCK_N: tl.constexpr = SPEC.BLOCK_N
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_j = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    if SPEC.IS_GROUPED:
+        for member in range(group):
+            dk_j, dv_j = accumulate_head(
+                dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
+                q_strides, do_strides, slope_strides, bias_strides, mask_strides, batch,
+                head_k * group + member, batch_head * group + member, col, seqlen_q, padded_q,
+                seqlen_k, scale, scale_log2, left, right, softcap, EXACT, SPEC,
+            )  # fmt: skip
+    else:
+        dk_j, dv_j = accumulate_head(
+            dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides,
+            do_strides, slope_strides, bias_strides, mask_strides, batch, head_k, batch_head, col,
+            seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap, EXACT, SPEC,
         )  # fmt: skip
     return dk_j, dv_j
 
@@ -208,23 +256,20 @@ def flash_attention_dk_dv_kernel(
     dv_rows = rows_of(dv, dv_strides, batch, head_k, seqlen_k, HEAD_DIM_V, SPEC)
     k_j = load_rows(k_rows, col, BLOCK_N, BLOCK_D, SPEC)
     v_j = load_rows(v_rows, col, BLOCK_N, BLOCK_DV, SPEC)
-    dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_j = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
-    if SPEC.IS_GROUPED:
-        for member in range(group):
-            dk_j, dv_j = accumulate_head(
-                dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
-                q_strides, do_strides, slope_strides, bias_strides, mask_strides, batch,
-                head_k * group + member, batch_head * group + member, col, seqlen_q, padded_q,
-                seqlen_k, scale, scale_log2, left, right, softcap, SPEC,
+    dk_j, dv_j = accumulate_heads(
+        k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides, do_strides,
+        slope_strides, bias_strides, mask_strides, batch, head_k, batch_head, group, col, seqlen_q,
+        padded_q, seqlen_k, scale, scale_log2, left, right, softcap, False, SPEC,
+    )  # fmt: skip
+    if SPEC.HIDES_PAIRS:  # noqa: SIM102 - this is decided by the compiler, the next is not
+        if not (is_finite(dk_j) and is_finite(dv_j)):
+            dk_j, dv_j = accumulate_heads(
+                k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides,
+                do_strides, slope_strides, bias_strides, mask_strides, batch, head_k, batch_head,
+                group, col, seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap,
+                True, SPEC,
             )  # fmt: skip
-    else:
-        dk_j, dv_j = accumulate_head(
-            dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides,
-            do_strides, slope_strides, bias_strides, mask_strides, batch, head_k, batch_head, col,
-            seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap, SPEC,
-        )  # fmt: skip
     store_rows(dk_rows, dk_j * scale, col, BLOCK_N, BLOCK_D, SPEC)
     store_rows(dv_rows, dv_j, col, BLOCK_N, BLOCK_DV, SPEC)
 
@@ -232,13 +277,15 @@ def flash_attention_dk_dv_kernel(
 @triton.jit
 def accumulate_dq(
     dq_i, q_i, do_i, lse, delta, k, v, row, start, end, seqlen_q, scale, scale_log2, modifiers,
-    MASKED: tl.constexpr, SPEC: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Add the keys ``[start, end)``, tile by tile, to dq of one query tile."""
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
-    rows = (row + tl.arange(0, SPEC.BLOCK_M))[:, None]
+    offs_m = row + tl.arange(0, BLOCK_M)
+    rows = offs_m[:, None]
     for col in tl.range(start, end, BLOCK_N):
         cols = (col + tl.arange(0, BLOCK_N))[None, :]
         k_j = load_rows(k, col, BLOCK_N, BLOCK_D, SPEC)
@@ -250,7 +297,13 @@ def accumulate_dq(
         v_j = load_rows(v, col, BLOCK_N, BLOCK_DV, SPEC)
         dp_ij = tl.dot(do_i, v_j.T, input_precision=SPEC.PRECISION)
         ds_ij = product_gradient(p_ij, dp_ij, delta[:, None], capped, modifiers, SPEC)
-        dq_i = tl.dot(ds_ij.to(k_j.dtype), k_j, dq_i, input_precision=SPEC.PRECISION)
+        if EXACT:
+            for index in range(BLOCK_N):
+                key = col + index + tl.zeros([BLOCK_M], tl.int32)
+                sees = sees_exactly(offs_m, key, seqlen_q, k.num_rows, modifiers, SPEC)
+                dq_i = add_visible_row(dq_i, ds_ij, k_j, index, sees)
+        else:
+            dq_i = tl.dot(ds_ij.to(k_j.dtype), k_j, dq_i, input_precision=SPEC.PRECISION)
     return dq_i
 
 
@@ -295,14 +348,20 @@ def flash_attention_dq_kernel(
     if SPEC.HAS_LEFT:
         dq_i = accumulate_dq(
             dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, start, tl.minimum(full_start, end),
-            seqlen_q, scale, scale_log2, modifiers, True, SPEC,
+            seqlen_q, scale, scale_log2, modifiers, True, False, SPEC,
         )  # fmt: skip
     dq_i = accumulate_dq(
         dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, full_start, full_end, seqlen_q, scale,
-        scale_log2, modifiers, False, SPEC,
+        scale_log2, modifiers, False, False, SPEC,
     )  # fmt: skip
     dq_i = accumulate_dq(
         dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, tl.maximum(full_start, full_end), end,
-        seqlen_q, scale, scale_log2, modifiers, True, SPEC,
+        seqlen_q, scale, scale_log2, modifiers, True, False, SPEC,
     )  # fmt: skip
+    if SPEC.HIDES_PAIRS:  # noqa: SIM102 - this is decided by the compiler, the next is not
+        if not is_finite(dq_i):
+            dq_i = accumulate_dq(
+                tl.zeros([BLOCK_M, BLOCK_D], tl.float32), q_i, do_i, lse, delta, k_rows, v_rows,
+                row, start, end, seqlen_q, scale, scale_log2, modifiers, True, True, SPEC,
+            )  # fmt: skip
     store_rows(dq_rows, dq_i * scale, row, BLOCK_M, BLOCK_D, SPEC)

@@ -30,6 +30,11 @@ class KernelSpec:
     HAS_MASK: bool = False
     HAS_SINKS: bool = False
 
+    @property
+    def HIDES_PAIRS(self) -> bool:
+        """Whether a row may be kept from keys that are there, not only from those past the end."""
+        return self.HAS_LEFT or self.HAS_RIGHT or self.HAS_MASK or self.HAS_BIAS
+
 
 @dataclass(frozen=True)
 class BlockConfig:
@@ -39,6 +44,7 @@ class BlockConfig:
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int | None = None  # of a thread; so that two programs fit a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -59,17 +65,18 @@ def _configs(
 # query rows of a tile of the row statistics, the small kernel before the backward
 STATISTICS_BLOCK_M = 32
 
-# (BLOCK_M, BLOCK_N, warps, stages) of the forward, dk/dv and dq kernels, by generation and BLOCK_D.
+# (BLOCK_M, BLOCK_N, warps, stages[, registers]) of the forward, dk/dv and dq kernels, by generation
+# and BLOCK_D.
 HALF_PRECISION = {
     # up to 227 KiB of shared memory; the best of the sweep in docs/tuning-log.md, on an H200
     "hopper": {
-        64: _configs((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
+        64: _configs((128, 64, 8, 3, 128), (64, 64, 4, 3), (128, 64, 8, 3, 128)),
         128: _configs((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3)),
         256: _configs((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 3)),
     },
     # as much; but products there read a tile of K or V from shared memory in a second layout
     "blackwell": {
-        64: _configs((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3)),
+        64: _configs((128, 64, 8, 3, 128), (64, 64, 4, 3), (128, 64, 8, 3, 128)),
         128: _configs((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3)),
         256: _configs((128, 64, 8, 2), (64, 64, 8, 1), (64, 32, 4, 3)),
     },

@@ -17,14 +17,18 @@ from flash_kernel._triton.primitives import (
     INF,
     LN_2,
     LOG2_E,
+    add_visible_row,
     bias_scores,
     cap_scores,
     head_and_tile,
+    is_finite,
     key_range,
     load_rows,
     modifiers_of,
     online_softmax_step,
     rows_of,
+    sees_exactly,
+    softmax_weights,
     store_rows,
     visible_keys,
 )
@@ -33,13 +37,18 @@ from flash_kernel._triton.primitives import (
 @triton.jit
 def attend(
     m_i, l_i, acc, q_i, k, v, row, start, end, seqlen_q, scale, scale_log2, modifiers,
-    MASKED: tl.constexpr, SPEC: tl.constexpr,
+    MASKED: tl.constexpr, EXACT: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys ``[start, end)``, tile by tile, into the running softmax of one query tile."""
+    """Fold the keys ``[start, end)``, tile by tile, into the running softmax of one query tile.
+
+    EXACT keeps a NaN or inf from rows that do not see it: slowly, see `add_visible_row`.
+    """
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
-    rows = (row + tl.arange(0, SPEC.BLOCK_M))[:, None]
+    offs_m = row + tl.arange(0, BLOCK_M)
+    rows = offs_m[:, None]
     for col in tl.range(start, end, BLOCK_N):
         cols = (col + tl.arange(0, BLOCK_N))[None, :]
         k_j = load_rows(k, col, BLOCK_N, BLOCK_D, SPEC)
@@ -51,7 +60,15 @@ def attend(
             visible = visible_keys(rows, cols, seqlen_q, k.num_rows, modifiers, SPEC)
             s_ij = tl.where(visible, s_ij, -INF)
         v_j = load_rows(v, col, BLOCK_N, BLOCK_DV, SPEC)
-        m_i, l_i, acc = online_softmax_step(m_i, l_i, acc, s_ij, v_j, scale_log2, SPEC)
+        if EXACT:
+            m_i, l_i, p_ij, alpha = softmax_weights(m_i, l_i, s_ij, scale_log2)
+            acc *= alpha[:, None]
+            for index in range(BLOCK_N):
+                key = col + index + tl.zeros([BLOCK_M], tl.int32)
+                sees = sees_exactly(offs_m, key, seqlen_q, k.num_rows, modifiers, SPEC)
+                acc = add_visible_row(acc, p_ij, v_j, index, sees)
+        else:
+            m_i, l_i, acc = online_softmax_step(m_i, l_i, acc, s_ij, v_j, scale_log2, SPEC)
     return m_i, l_i, acc
 
 
@@ -110,16 +127,23 @@ def flash_attention_forward_kernel(
     if SPEC.HAS_LEFT:
         m_i, l_i, acc = attend(
             m_i, l_i, acc, q_i, k_rows, v_rows, row, start, tl.minimum(full_start, end), seqlen_q,
-            scale, scale_log2, modifiers, True, SPEC,
+            scale, scale_log2, modifiers, True, False, SPEC,
         )  # fmt: skip
     m_i, l_i, acc = attend(
         m_i, l_i, acc, q_i, k_rows, v_rows, row, full_start, full_end, seqlen_q, scale, scale_log2,
-        modifiers, False, SPEC,
+        modifiers, False, False, SPEC,
     )  # fmt: skip
     m_i, l_i, acc = attend(
         m_i, l_i, acc, q_i, k_rows, v_rows, row, tl.maximum(full_start, full_end), end, seqlen_q,
-        scale, scale_log2, modifiers, True, SPEC,
+        scale, scale_log2, modifiers, True, False, SPEC,
     )  # fmt: skip
+    if SPEC.HIDES_PAIRS:  # noqa: SIM102 - this is decided by the compiler, the next is not
+        if not is_finite(acc):
+            m_i, l_i, acc = attend(
+                tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.float32),
+                tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), q_i, k_rows, v_rows, row, start, end,
+                seqlen_q, scale, scale_log2, modifiers, True, True, SPEC,
+            )  # fmt: skip
     if SPEC.HAS_SINKS:
         m_i, l_i, acc = fold_sink(m_i, l_i, acc, tl.load(sinks_ptr + head), scale_log2)
 

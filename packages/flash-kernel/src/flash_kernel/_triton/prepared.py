@@ -40,6 +40,8 @@ class PreparedLaunch:
         self.blocks = blocks
         self.constants = constants
         self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        if config.max_registers is not None:
+            self.options["maxnreg"] = config.max_registers
         self.templates: list[TensorDescriptor | None] = []
         self.run: Callable[..., None] | None = None
 

@@ -152,10 +152,17 @@ def bias_scores(s, rows, cols, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
         distance = tl.abs(rows + (seqlen_k - seqlen_q) - cols)
         s = s - x.slope * distance.to(tl.float32)
     if SPEC.HAS_BIAS:
-        offsets = rows.to(tl.int64) * x.bias_row + cols.to(tl.int64) * x.bias_col
-        inside = (rows < seqlen_q) & (cols < seqlen_k)
-        s = s + tl.load(x.bias + offsets, mask=inside, other=0.0).to(tl.float32)
+        bias = load_bias(rows, cols, seqlen_q, seqlen_k, x)
+        s = tl.where(bias == -INF, -INF, s + bias)  # -inf hides a score, also if that is NaN
     return s
+
+
+@triton.jit
+def load_bias(rows, cols, seqlen_q, seqlen_k, x):
+    """Bias of each pair in float32, 0 past the ends."""
+    offsets = rows.to(tl.int64) * x.bias_row + cols.to(tl.int64) * x.bias_col
+    inside = (rows < seqlen_q) & (cols < seqlen_k)
+    return tl.load(x.bias + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -231,6 +238,21 @@ def query_range(col, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
 
 
 @triton.jit
+def softmax_weights(m_i, l_i, s_ij, scale_log2):
+    """Return the new m and l of a score tile, its P, and alpha: see `online_softmax_step`.
+
+    ``s_ij`` is unscaled and ``scale_log2 > 0`` carries log2(e), so that a score costs one fused
+    multiply-add and one exp2.
+    """
+    m_new = tl.maximum(m_i, tl.max(s_ij, axis=1))
+    # a row that has seen no key keeps m = -inf; pivot on 0 so that -inf - (-inf) never occurs
+    pivot = tl.where(m_new == -INF, 0.0, m_new * scale_log2)
+    p_ij = tl.math.exp2(s_ij * scale_log2 - pivot[:, None])
+    alpha = tl.math.exp2(m_i * scale_log2 - pivot)
+    return m_new, alpha * l_i + tl.sum(p_ij, axis=1), p_ij, alpha
+
+
+@triton.jit
 def online_softmax_step(m_i, l_i, acc, s_ij, v_j, scale_log2, SPEC: tl.constexpr):
     """Fold one score tile into the running softmax.
 
@@ -238,15 +260,37 @@ def online_softmax_step(m_i, l_i, acc, s_ij, v_j, scale_log2, SPEC: tl.constexpr
         l' = alpha * l + rowsum(P)  acc' = alpha * acc + P V
 
     Invariant: after every step, acc / l is the attention output over the keys seen so far.
-    ``s_ij`` is unscaled and ``scale_log2 > 0`` carries log2(e), so that a score costs one fused
-    multiply-add and one exp2.
     Shapes: m_i, l_i [BLOCK_M]; acc [BLOCK_M, D]; s_ij [BLOCK_M, BLOCK_N]; v_j [BLOCK_N, D].
     """
-    m_new = tl.maximum(m_i, tl.max(s_ij, axis=1))
-    # a row that has seen no key keeps m = -inf; pivot on 0 so that -inf - (-inf) never occurs
-    pivot = tl.where(m_new == -INF, 0.0, m_new * scale_log2)
-    p_ij = tl.math.exp2(s_ij * scale_log2 - pivot[:, None])
-    alpha = tl.math.exp2(m_i * scale_log2 - pivot)
-    l_new = alpha * l_i + tl.sum(p_ij, axis=1)
+    m_i, l_i, p_ij, alpha = softmax_weights(m_i, l_i, s_ij, scale_log2)
     acc = tl.dot(p_ij.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision=SPEC.PRECISION)
-    return m_new, l_new, acc
+    return m_i, l_i, acc
+
+
+@triton.jit
+def is_finite(x):
+    """Whether no entry of a tile is NaN or infinite; see `add_visible_row` for what if not."""
+    return tl.min((tl.abs(x) < INF).to(tl.int32)) == 1
+
+
+@triton.jit
+def add_visible_row(acc, a, b, index, sees):
+    """Add row ``index`` of b, weighed by its column of a, to the rows of acc that see it.
+
+    In the product ``a b`` a NaN or inf of b reaches every row of acc, since 0 * NaN is NaN.  So the
+    kernels compute a result that is not finite a second time: row by row, slowly, and exactly.
+    Shapes: acc [M, N]; a [M, K]; b [K, N]; sees [M].
+    """
+    is_row = tl.arange(0, b.shape[0]) == index
+    a_column = tl.sum(tl.where(is_row[None, :], a.to(b.dtype), 0.0).to(tl.float32), axis=1)
+    b_row = tl.sum(tl.where(is_row[:, None], b, 0.0).to(tl.float32), axis=0)
+    return acc + tl.where(sees[:, None], a_column[:, None] * b_row[None, :], 0.0)
+
+
+@triton.jit
+def sees_exactly(rows, cols, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
+    """`visible_keys`, less rows past the end and pairs that a bias of -inf hides."""
+    visible = visible_keys(rows, cols, seqlen_q, seqlen_k, x, SPEC) & (rows < seqlen_q)
+    if SPEC.HAS_BIAS:
+        visible = visible & (load_bias(rows, cols, seqlen_q, seqlen_k, x) != -INF)
+    return visible
