@@ -14,9 +14,10 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flash_kernel._triton.config import BlockConfig
+from flash_kernel._triton.config import PACKED_ROWS, BlockConfig
 
 ALIGNMENT = 16  # bytes: what the copy engine asks of an address and of every stride but the last
+MAX_EXTENT = 2**31 - 1  # of a descriptor's dimension
 MAX_PREPARED = 4096  # shapes met; when there are more, all are forgotten and prepared anew
 
 
@@ -24,7 +25,8 @@ class PreparedLaunch:
     """A kernel, its grid, and every argument but the addresses of its tensors.
 
     ``kernel`` takes its tensors first.  For each of them ``blocks`` has the block shape of the
-    descriptor to pass, or None to pass the tensor itself; ``constants`` are the arguments after.
+    descriptor to pass (in five dimensions for packed sequences), or None to pass the tensor itself;
+    ``constants`` are the arguments after.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class PreparedLaunch:
     def _launch_first(self, tensors: tuple[Tensor, ...]) -> None:
         """Launch through Triton, which compiles; keep the compiled kernel for the next time."""
         arguments = [
-            x if block is None else describe(x, block)
+            x if block is None else (describe if len(block) == 4 else describe_packed)(x, block)
             for x, block in zip(tensors, self.blocks, strict=True)
         ]
         compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
@@ -88,6 +90,27 @@ def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
     leading = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     strides = [stride if size > 1 else ALIGNMENT for size, stride in leading]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
+
+
+def describe_packed(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """Return a descriptor over packed sequences ``x [1, H, total, D]`` that can end at any row.
+
+    A descriptor stops at the end of the tensor, and a tile at the end of a sequence would take in
+    the rows of the next.  So this one pretends to have 2^30 rows, of which a sequence is the last:
+    what a tile has beyond them is outside, read as 0 and never written.  Two dimensions in front,
+    of stride 2^34 - s and s for rows of stride s, move its base: at 2^30 of the first and at
+    ``end`` of the second, row ``2^30 - length + i`` is at
+
+        2^30 * (2^34 - s) + end * s + (2^30 - length + i) * s = 2^64 + (end - length + i) * s
+
+    and 2^64 is nothing to an address of 64 bits.  Triton's ``tools.ragged_tma`` has this idea.
+    """
+    _, num_heads, total, width = x.shape
+    stride_head = x.stride(1) if num_heads > 1 else ALIGNMENT
+    stride_row = x.stride(2) if total > 1 else ALIGNMENT
+    shape = [MAX_EXTENT, MAX_EXTENT, num_heads, PACKED_ROWS, width]
+    strides = [2**34 - stride_row, stride_row, stride_head, stride_row, 1]
+    return TensorDescriptor(x, shape, strides, block)
 
 
 def layout_key(*tensors: Tensor | None) -> tuple[Hashable, ...]:
