@@ -13,22 +13,20 @@ programs: the result is bitwise repeatable, and no float32 copy of dq is kept.
 import triton
 import triton.language as tl
 
+from flash_kernel._triton.exact import add_visible_row, is_finite, sees_exactly
 from flash_kernel._triton.primitives import (
     INF,
     LOG2_E,
-    add_visible_row,
     bias_scores,
     cap_scores,
     find_sequence,
     head_and_tile,
-    is_finite,
     key_range,
     last_tile_first,
     load_rows,
     modifiers_of,
     query_range,
     rows_of,
-    sees_exactly,
     store_rows,
     visible_keys,
 )
@@ -238,16 +236,9 @@ def accumulate_heads(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_heads_k",
-        "group",
-        "seqlen_q",
-        "seqlen_k",
-        "num_sequences",
-        "left",
-        "right",
-    ]
-)
+    do_not_specialize=["num_heads_k", "group", "seqlen_q", "seqlen_k", "num_sequences",
+                       "left", "right"]
+)  # fmt: skip
 def flash_attention_dk_dv_kernel(
     q, k, v, do, dk, dv, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
@@ -333,16 +324,9 @@ def accumulate_dq(
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_heads",
-        "group",
-        "seqlen_q",
-        "seqlen_k",
-        "num_sequences",
-        "left",
-        "right",
-    ]
-)
+    do_not_specialize=["num_heads", "group", "seqlen_q", "seqlen_k", "num_sequences",
+                       "left", "right"]
+)  # fmt: skip
 def flash_attention_dq_kernel(
     q, k, v, do, dq, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides, slope_strides,

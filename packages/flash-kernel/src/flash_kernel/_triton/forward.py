@@ -13,23 +13,21 @@ FlashAttention-2 (Dao, 2023, arXiv 2307.08691), algorithm 1; lse is saved for th
 import triton
 import triton.language as tl
 
+from flash_kernel._triton.exact import add_visible_row, is_finite, sees_exactly
 from flash_kernel._triton.primitives import (
     INF,
     LN_2,
     LOG2_E,
-    add_visible_row,
     bias_scores,
     cap_scores,
     find_sequence,
     head_and_tile,
-    is_finite,
     key_range,
     last_tile_first,
     load_rows,
     modifiers_of,
     online_softmax_step,
     rows_of,
-    sees_exactly,
     softmax_weights,
     store_rows,
     visible_keys,
@@ -117,16 +115,9 @@ def fold_sink(m_i, l_i, acc, sink, scale_log2):
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_heads",
-        "group",
-        "seqlen_q",
-        "seqlen_k",
-        "num_sequences",
-        "left",
-        "right",
-    ]
-)
+    do_not_specialize=["num_heads", "group", "seqlen_q", "seqlen_k", "num_sequences",
+                       "left", "right"]
+)  # fmt: skip
 def flash_attention_forward_kernel(
     q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr, q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides,

@@ -371,32 +371,3 @@ def online_softmax_step(m_i, l_i, acc, s_ij, v_j, scale_log2, SPEC: tl.constexpr
     m_i, l_i, p_ij, alpha = softmax_weights(m_i, l_i, s_ij, scale_log2)
     acc = tl.dot(p_ij.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision=SPEC.PRECISION)
     return m_i, l_i, acc
-
-
-@triton.jit
-def is_finite(x):
-    """Whether no entry of a tile is NaN or infinite; see `add_visible_row` for what if not."""
-    return tl.min((tl.abs(x) < INF).to(tl.int32)) == 1
-
-
-@triton.jit
-def add_visible_row(acc, a, b, index, sees):
-    """Add row ``index`` of b, weighed by its column of a, to the rows of acc that see it.
-
-    In the product ``a b`` a NaN or inf of b reaches every row of acc, since 0 * NaN is NaN.  So the
-    kernels compute a result that is not finite a second time: row by row, slowly, and exactly.
-    Shapes: acc [M, N]; a [M, K]; b [K, N]; sees [M, 1].
-    """
-    is_row = tl.arange(0, b.shape[0]) == index
-    a_column = tl.sum(tl.where(is_row[None, :], a.to(b.dtype), 0.0).to(tl.float32), axis=1)
-    b_row = tl.sum(tl.where(is_row[:, None], b, 0.0).to(tl.float32), axis=0)
-    return acc + tl.where(sees, a_column[:, None] * b_row[None, :], 0.0)
-
-
-@triton.jit
-def sees_exactly(rows, cols, seqlen_q, seqlen_k, x, SPEC: tl.constexpr):
-    """`visible_keys`, less rows past the end and pairs that a bias of -inf hides."""
-    visible = visible_keys(rows, cols, seqlen_q, seqlen_k, x, SPEC) & (rows < seqlen_q)
-    if SPEC.HAS_BIAS:
-        visible = visible & (load_bias(rows, cols, seqlen_q, seqlen_k, x) != -INF)
-    return visible
