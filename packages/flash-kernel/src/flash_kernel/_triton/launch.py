@@ -40,6 +40,9 @@ ROW_PADDING = 128  # the largest BLOCK_M: row statistics are read in whole tiles
 SMALLEST_FACTOR = torch.finfo(torch.float32).tiny
 KEY_TENSORS = ("k", "v", "dk", "dv")  # tensors whose rows are keys: they come in tiles of BLOCK_N
 VALUE_TENSORS = ("v", "o", "do", "dv")  # tensors as wide as v
+# making a descriptor at each launch takes the host longer than so few rows take the GPU; of rows
+# alone, not of heads or batch, since a row's result must not depend on how many there are
+SHORT_ROWS = 256
 ABSENT = (0, 0, 0, 0)  # strides of a modifier that is not there
 
 
@@ -285,7 +288,8 @@ def prepare(
     the tensors that follow, which are always passed as pointers.
     """
     if use_descriptors is None:
-        use_descriptors = can_use_descriptors(*tiled.values())
+        # packed, how many rows there are says nothing of how many a sequence has
+        use_descriptors = can_use_descriptors(*tiled.values(), takes_short=spec.IS_PACKED)
     spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors)
     blocks: list[list[int] | None] = [None] * (len(tiled) + num_buffers)
     if use_descriptors:
@@ -358,8 +362,10 @@ def default_configs(q: Tensor, v: Tensor) -> KernelConfigs:
     return configs
 
 
-def can_use_descriptors(*tensors: Tensor) -> bool:
-    """Say whether every tensor ``[B, H, rows, D]`` can be read through a TMA descriptor."""
-    if not is_interpreted() and compute_capability(tensors[0].device) < 90:
-        return False
+def can_use_descriptors(*tensors: Tensor, takes_short: bool = False) -> bool:
+    """Say whether to read every tensor ``[B, H, rows, D]`` through a TMA descriptor."""
+    if not is_interpreted():
+        is_short = all(tensor.shape[2] <= SHORT_ROWS for tensor in tensors)
+        if (is_short and not takes_short) or compute_capability(tensors[0].device) < 90:
+            return False
     return all(is_aligned(tensor) for tensor in tensors)
