@@ -125,7 +125,9 @@ def test_static_cache_does_not_attend_to_what_is_not_yet_written(device):
 def test_dropout_of_attention_weights_raises_and_says_what_to_set(device):
     tokens, _ = batch(device)
     model = build("gpt2", "flash_kernel", device, attn_pdrop=0.1).train()
-    with pytest.raises(ValueError, match=r"no attention dropout, got 0.1. Set .* \(GPT-2: attn_pdrop\)"):
+    with pytest.raises(
+        ValueError, match=r"no attention dropout, got 0.1. Set .* \(GPT-2: attn_pdrop\)"
+    ):
         model(tokens)
     assert model.eval()(tokens).logits.isfinite().all()
 
