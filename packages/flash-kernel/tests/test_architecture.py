@@ -23,6 +23,7 @@ LAYERS = (
     ("api", "varlen", "kvcache"),
     ("function", "flash_attn", "transformers"),
     ("",),  # flash_kernel itself
+    ("error_table",),  # a command
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 
