@@ -143,7 +143,10 @@ def compile_all(options: argparse.Namespace) -> None:
     ]
     if options.decode:
         rows = options.decode_rows
-        config = decode_config(options.head_dim, DTYPES[options.dtype], options.capability, rows)
+        config = decode_config(
+            options.head_dim, DTYPES[options.dtype], options.capability, rows,
+            is_paged=options.page_size > 0,
+        )  # fmt: skip
         kernels = [
             (flash_attention_append_kernel, BlockConfig(block_n=16), False),
             (flash_attention_decode_kernel, config, False),

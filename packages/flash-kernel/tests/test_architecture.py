@@ -14,22 +14,16 @@ LAYERS = (
     ("variant", "gradients", "merge", "autocast"),
     ("validation", "shapes", "second_order", "_triton", "_triton.config"),
     ("reference", "packed", "_triton.primitives", "_triton.probe", "_triton.prepared"),
-    (
-        "backward",
-        "torch_attention",
-        "mock",
-        "_tolerance",
-        "cache",
-        "_triton.forward",
-        "_triton.backward",
-    ),
-    ("testing", "dispatch", "_triton.launch", "_triton.decode"),
+    ("backward", "torch_attention", "mock", "_tolerance", "cache", "_triton.exact"),
+    ("testing", "dispatch", "_triton.forward", "_triton.backward"),
+    ("_triton.launch", "_triton.decode"),
     ("autograd", "explain", "_triton.launch_decode"),
     ("ops", "packed_autograd", "decode"),
     ("sequence_ops",),
     ("api", "varlen", "kvcache"),
-    ("function",),
+    ("function", "flash_attn", "transformers"),
     ("",),  # flash_kernel itself
+    ("error_table",),  # a command
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 
@@ -84,6 +78,10 @@ def test_triton_is_imported_by_its_own_folder_alone() -> None:
 
 def test_the_table_of_configurations_can_be_read_without_triton() -> None:
     assert not {"_triton", "_triton.config"} & set(importers_of("triton"))
+
+
+def test_transformers_is_imported_by_name_when_registering_alone() -> None:
+    assert not importers_of("transformers")
 
 
 def test_the_mock_alone_imports_einx() -> None:

@@ -39,7 +39,8 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor | None]:
     """Carry out a plan: return ``o [total_q, H, D_v]`` and, where there is one, ``lse``."""
     if plan.backward != "autograd":
-        o, lse = PackedAttention.apply(q, k, v, *modifiers, *packing, variant, plan)
+        slopes, _, _, sinks = modifiers
+        o, lse = PackedAttention.apply(q, k, v, slopes, sinks, packing, variant, plan)
         return o, lse
     parts = [
         attend(plan, *tensors, variant, modifiers_of(modifiers, i))
@@ -54,42 +55,35 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         alibi_slopes: Tensor | None,
-        bias: Tensor | None,
-        mask: Tensor | None,
         sinks: Tensor | None,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int | None,
-        max_seqlen_k: int | None,
+        packing: Packing,
         variant: Variant,
         plan: Plan,
     ) -> tuple[Tensor, Tensor]:
-        """Return ``o [total_q, H, D_v]`` and ``lse [H, total_q]``."""
-        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        modifiers = Modifiers(alibi_slopes, bias, mask, sinks)
-        return run_packed_forward(plan.impl, q, k, v, packing, variant, modifiers)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Save q, k, v, the modifiers, where the sequences lie, o and lse."""
-        *tensors, _, _, ctx.variant, ctx.plan = inputs
-        ctx.save_for_backward(*tensors, *output)
+        """Return ``o [total_q, H, D_v]`` and ``lse [H, total_q]``; save what the backward needs."""
+        modifiers = Modifiers(alibi_slopes, None, None, sinks)
+        o, lse = run_packed_forward(plan.impl, q, k, v, packing, variant, modifiers)
+        ctx.variant, ctx.plan = variant, plan
+        ctx.save_for_backward(q, k, v, alibi_slopes, sinks, *packing[:2], o, lse)
         ctx.set_materialize_grads(False)
+        return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return dq, dk, dv and the gradient of sinks."""
         refuse_second_order()
-        q, k, v, *modifiers, cu_seqlens_q, cu_seqlens_k, o, lse = ctx.saved_tensors
+        q, k, v, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, o, lse = ctx.saved_tensors
+        modifiers = Modifiers(alibi_slopes, None, None, sinks)
         dq, dk, dv, _, dsinks = run_packed_backward(
             ctx.plan.backward, q, k, v, o, lse, torch.zeros_like(o) if do is None else do, dlse,
-            Packing(cu_seqlens_q, cu_seqlens_k), ctx.variant, Modifiers(*modifiers),
+            Packing(cu_seqlens_q, cu_seqlens_k), ctx.variant, modifiers,
         )  # fmt: skip
-        return dq, dk, dv, None, None, None, dsinks, *[None] * 6
+        return dq, dk, dv, None, dsinks, None, None, None
 
 
 def run_packed_forward(

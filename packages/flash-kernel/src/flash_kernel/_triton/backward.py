@@ -15,16 +15,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flash_kernel._triton.exact import add_visible_row, is_finite, sees_exactly
 from flash_kernel._triton.primitives import (
     INF,
     LOG2_E,
-    add_visible_row,
     add_weighted_rows,
     bias_scores,
     cap_scores,
     find_sequence,
     head_and_tile,
-    is_finite,
     key_range,
     last_tile_first,
     load_piece,
@@ -34,7 +33,6 @@ from flash_kernel._triton.primitives import (
     rows_of,
     scale_rows,
     scores_of,
-    sees_exactly,
     store_rows,
     visible_keys,
     zero_rows,
@@ -143,8 +141,7 @@ def accumulate_dk_dv(
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     WIDTHS: tl.constexpr = SPEC.WIDTHS
     WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
-    offs_n = col + tl.arange(0, BLOCK_N)
-    cols = offs_n[:, None]
+    cols = (col + tl.arange(0, BLOCK_N))[:, None]
     for row in tl.range(start, end, BLOCK_M):
         row = tl.multiple_of(row, BLOCK_M)
         rows = (row + tl.arange(0, BLOCK_M))[None, :]
@@ -162,8 +159,8 @@ def accumulate_dk_dv(
         ds_t = product_gradient(p_t, dp_t, delta[None, :], capped, x, SPEC)
         if EXACT:
             for index in range(BLOCK_M):
-                query = row + index + tl.zeros([BLOCK_N], tl.int32)
-                sees = sees_exactly(query, offs_n, x, SPEC)
+                query = row + tl.full([1, 1], index, tl.int32)
+                sees = sees_exactly(query, cols, x, SPEC)
                 dv_j = add_visible_row(dv_j, p_t, do_i, index, sees)
                 dk_j = add_visible_row(dk_j, ds_t, q_i, index, sees)
         else:
@@ -334,8 +331,7 @@ def accumulate_dq(
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     WIDTHS: tl.constexpr = SPEC.WIDTHS
     WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
-    offs_m = row + tl.arange(0, BLOCK_M)
-    rows = offs_m[:, None]
+    rows = (row + tl.arange(0, BLOCK_M))[:, None]
     for col in tl.range(start, end, BLOCK_N):
         cols = (col + tl.arange(0, BLOCK_N))[None, :]
         k_j = load_rows(k, col, BLOCK_N, WIDTHS, SPEC)
@@ -348,8 +344,8 @@ def accumulate_dq(
         ds_ij = product_gradient(p_ij, dp_ij, delta[:, None], capped, x, SPEC)
         if EXACT:
             for index in range(BLOCK_N):
-                key = col + index + tl.zeros([BLOCK_M], tl.int32)
-                sees = sees_exactly(offs_m, key, x, SPEC)
+                key = col + tl.full([1, 1], index, tl.int32)
+                sees = sees_exactly(rows, key, x, SPEC)
                 dq_i = add_visible_row(dq_i, ds_ij, k_j, index, sees)
         else:
             dq_i = add_weighted_rows(dq_i, ds_ij, k_j, SPEC)

@@ -122,7 +122,7 @@ FLOAT32["portable"] = _FLOAT32_SMALL
 DECODE = {
     "hopper": {64: (128, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)},
     "blackwell": {64: (128, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)},
-    "ampere": {64: (64, 4, 3), 128: (64, 4, 2), 256: (32, 4, 2)},
+    "ampere": {64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)},
     "portable": {64: (64, 4, 1), 128: (32, 4, 1), 256: (32, 4, 1)},
 }
 DECODE_BLOCK_M = 64  # query rows of a decode tile, at most
@@ -175,12 +175,16 @@ def configs_for(head_dim: int, dtype: torch.dtype, capability: int) -> KernelCon
     return of_device.get(max(64, padded_head_dim(head_dim)))
 
 
-def decode_config(head_dim: int, dtype: torch.dtype, capability: int, num_rows: int) -> BlockConfig:
+def decode_config(
+    head_dim: int, dtype: torch.dtype, capability: int, num_rows: int, *, is_paged: bool = False
+) -> BlockConfig:
     """Return the configuration of a decode tile of a group's ``num_rows`` queries."""
     of_device = DECODE[generation(capability)]
     block_n, num_warps, num_stages = of_device[max(64, padded_head_dim(head_dim))]
     block_m = min(DECODE_BLOCK_M, padded_head_dim(num_rows))
     block_n = block_n // 2 if dtype == torch.float32 else block_n
+    if is_paged:  # Triton halves the stages where addresses are themselves loaded
+        num_stages = 2 * num_stages - 1
     return BlockConfig(block_m, block_n, num_warps, num_stages)
 
 

@@ -153,7 +153,7 @@ def flash_attention_decode_kernel(
         v_cache, v_strides, batch, head_k, pages_ptr, max_pages, seqlen_k, HEAD_DIM_V, SPEC
     )
     m_i, l_i, acc = attend_range(
-        (q_i,), k_rows, v_rows, rows, start, full_start, full_end, end, x, SPEC
+        (q_i,), k_rows, v_rows, rows[:, None], start, full_start, full_end, end, x, SPEC
     )
     if SPEC.HAS_SINKS:
         sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0)

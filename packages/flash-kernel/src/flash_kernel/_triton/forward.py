@@ -13,16 +13,15 @@ FlashAttention-2 (Dao, 2023, arXiv 2307.08691), algorithm 1; lse is saved for th
 import triton
 import triton.language as tl
 
+from flash_kernel._triton.exact import add_visible_row, is_finite, sees_exactly
 from flash_kernel._triton.primitives import (
     INF,
     LN_2,
     LOG2_E,
-    add_visible_row,
     bias_scores,
     cap_scores,
     find_sequence,
     head_and_tile,
-    is_finite,
     key_range,
     last_tile_first,
     load_rows,
@@ -31,7 +30,6 @@ from flash_kernel._triton.primitives import (
     rows_of,
     scale_rows,
     scores_of,
-    sees_exactly,
     softmax_weights,
     store_rows,
     visible_keys,
@@ -41,19 +39,17 @@ from flash_kernel._triton.primitives import (
 
 @triton.jit
 def attend(
-    m_i, l_i, acc, q_i, k, v, offs_m, start, end, x, MASKED: tl.constexpr, EXACT: tl.constexpr,
+    m_i, l_i, acc, q_i, k, v, rows, start, end, x, MASKED: tl.constexpr, EXACT: tl.constexpr,
     SPEC: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys ``[start, end)``, tile by tile, into the running softmax of one query tile.
 
-    ``offs_m [BLOCK_M]`` numbers the tile's queries within their sequence.  EXACT keeps a NaN or inf
-    from rows that do not see it: slowly, see `add_visible_row`.
+    ``rows [BLOCK_M, 1]`` numbers the tile's queries within their sequence.  EXACT keeps a NaN or
+    inf from rows that do not see it: slowly, see `add_visible_row`.
     """
-    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     WIDTHS: tl.constexpr = SPEC.WIDTHS
     WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
-    rows = offs_m[:, None]
     for col in tl.range(start, end, BLOCK_N):
         cols = (col + tl.arange(0, BLOCK_N))[None, :]
         k_j = load_rows(k, col, BLOCK_N, WIDTHS, SPEC)
@@ -67,8 +63,8 @@ def attend(
             m_i, l_i, p_ij, alpha = softmax_weights(m_i, l_i, s_ij, x.scale_log2)
             acc = scale_rows(acc, alpha[:, None])
             for index in range(BLOCK_N):
-                key = col + index + tl.zeros([BLOCK_M], tl.int32)
-                sees = sees_exactly(offs_m, key, x, SPEC)
+                key = col + tl.full([1, 1], index, tl.int32)
+                sees = sees_exactly(rows, key, x, SPEC)
                 acc = add_visible_row(acc, p_ij, v_j, index, sees)
         else:
             m_i, l_i, acc = online_softmax_step(m_i, l_i, acc, s_ij, v_j, x.scale_log2, SPEC)
@@ -76,7 +72,7 @@ def attend(
 
 
 @triton.jit
-def attend_range(q_i, k, v, offs_m, start, full_start, full_end, end, x, SPEC: tl.constexpr):
+def attend_range(q_i, k, v, rows, start, full_start, full_end, end, x, SPEC: tl.constexpr):
     """Return m, l and acc of the keys of a `key_range`.
 
     The mask is evaluated for the tiles that need it alone, and not for those between.
@@ -88,21 +84,21 @@ def attend_range(q_i, k, v, offs_m, start, full_start, full_end, end, x, SPEC: t
     acc = zero_rows(BLOCK_M, WIDTHS_V)
     if SPEC.HAS_LEFT:
         m_i, l_i, acc = attend(
-            m_i, l_i, acc, q_i, k, v, offs_m, start, tl.minimum(full_start, end), x, True, False,
+            m_i, l_i, acc, q_i, k, v, rows, start, tl.minimum(full_start, end), x, True, False,
             SPEC,
         )  # fmt: skip
     m_i, l_i, acc = attend(
-        m_i, l_i, acc, q_i, k, v, offs_m, full_start, full_end, x, False, False, SPEC
+        m_i, l_i, acc, q_i, k, v, rows, full_start, full_end, x, False, False, SPEC
     )
     m_i, l_i, acc = attend(
-        m_i, l_i, acc, q_i, k, v, offs_m, tl.maximum(full_start, full_end), end, x, True, False,
+        m_i, l_i, acc, q_i, k, v, rows, tl.maximum(full_start, full_end), end, x, True, False,
         SPEC,
     )  # fmt: skip
     if SPEC.HIDES_PAIRS:  # noqa: SIM102 - this is decided by the compiler, the next is not
         if not is_finite(acc):
             m_i, l_i, acc = attend(
                 tl.full([BLOCK_M], -INF, tl.float32), tl.zeros([BLOCK_M], tl.float32),
-                zero_rows(BLOCK_M, WIDTHS_V), q_i, k, v, offs_m, start, end, x, True, True, SPEC,
+                zero_rows(BLOCK_M, WIDTHS_V), q_i, k, v, rows, start, end, x, True, True, SPEC,
             )  # fmt: skip
     return m_i, l_i, acc
 
@@ -176,7 +172,7 @@ def flash_attention_forward_kernel(
     rows = row + tl.arange(0, BLOCK_M)
     start, full_start, full_end, end = key_range(row, row + BLOCK_M - 1, x, SPEC)
     m_i, l_i, acc = attend_range(
-        q_i, k_rows, v_rows, rows, start, full_start, full_end, end, x, SPEC
+        q_i, k_rows, v_rows, rows[:, None], start, full_start, full_end, end, x, SPEC
     )
     if SPEC.HAS_SINKS:
         m_i, l_i, acc = fold_sink(m_i, l_i, acc, tl.load(sinks_ptr + head), scale_log2)

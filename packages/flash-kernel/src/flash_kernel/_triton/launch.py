@@ -289,7 +289,8 @@ def prepare(
     the tensors that follow, which are always passed as pointers.
     """
     if use_descriptors is None:
-        use_descriptors = can_use_descriptors(*tiled.values())
+        # packed, how many rows there are says nothing of how many a sequence has
+        use_descriptors = can_use_descriptors(*tiled.values(), takes_short=spec.IS_PACKED)
     spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors, IN_PIECES=not use_descriptors)
     blocks: list[list[int] | None] = [None] * (len(tiled) + num_buffers)
     if use_descriptors:
@@ -362,11 +363,11 @@ def default_configs(q: Tensor, v: Tensor) -> KernelConfigs:
     return configs
 
 
-def can_use_descriptors(*tensors: Tensor) -> bool:
+def can_use_descriptors(*tensors: Tensor, takes_short: bool = False) -> bool:
     """Say whether to read every tensor ``[B, H, rows, D]`` through a TMA descriptor."""
     if not is_interpreted():
         is_short = all(tensor.shape[2] <= SHORT_ROWS for tensor in tensors)
-        if is_short or compute_capability(tensors[0].device) < 90:
+        if (is_short and not takes_short) or compute_capability(tensors[0].device) < 90:
             return False
     # a descriptor has one block shape, and so no pieces
     if any(len(piece_widths(tensor.shape[-1])) > 1 for tensor in tensors):

@@ -106,7 +106,9 @@ def launch_decode(
     group = q.shape[1] // k_cache.shape[1]
     capability = compute_capability(q.device)
     width = max(q.shape[-1], v_cache.shape[-1])
-    config = config or decode_config(width, q.dtype, capability, group * q.shape[2])
+    config = config or decode_config(
+        width, q.dtype, capability, group * q.shape[2], is_paged=block_table is not None
+    )
     if q.shape[2] == 1 and variant.right is not None:
         variant = variant._replace(right=None)  # the last position has no keys after it
     smallest = SMALLEST_SPLIT if num_splits is None else config.block_n
