@@ -22,7 +22,6 @@ from triton.compiler import ASTSource
 from flash_kernel._triton.backward import (
     flash_attention_dk_dv_kernel,
     flash_attention_dq_kernel,
-    flash_attention_row_statistics_kernel,
 )
 from flash_kernel._triton.config import (
     FLOAT32,
@@ -39,6 +38,7 @@ from flash_kernel._triton.decode import (
     flash_attention_decode_kernel,
 )
 from flash_kernel._triton.forward import flash_attention_forward_kernel
+from flash_kernel._triton.row_statistics import flash_attention_row_statistics_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "k_cache", "v_cache")

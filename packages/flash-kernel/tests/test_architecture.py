@@ -13,9 +13,10 @@ MAX_LINES = 400
 LAYERS = (
     ("variant", "gradients", "merge", "autocast"),
     ("validation", "shapes", "second_order", "_triton", "_triton.config"),
-    ("reference", "packed", "_triton.primitives", "_triton.probe", "_triton.prepared"),
-    ("backward", "torch_attention", "mock", "_tolerance", "cache", "_triton.exact"),
-    ("testing", "dispatch", "_triton.forward", "_triton.backward"),
+    ("reference", "packed", "_triton.tiles", "_triton.probe", "_triton.prepared"),
+    ("backward", "torch_attention", "mock", "_tolerance", "cache", "_triton.primitives"),
+    ("testing", "dispatch", "_triton.exact", "_triton.row_statistics"),
+    ("_triton.forward", "_triton.backward"),
     ("_triton.launch", "_triton.decode"),
     ("autograd", "explain", "_triton.launch_decode"),
     ("ops", "packed_autograd", "decode"),

@@ -15,12 +15,14 @@ import triton.language as tl
 from flash_kernel._triton.forward import attend_range, fold_sink
 from flash_kernel._triton.primitives import (
     INF,
-    INTERPRETED,
     LN_2,
     LOG2_E,
     Scores,
-    in_pages,
     key_range,
+)
+from flash_kernel._triton.tiles import (
+    INTERPRETED,
+    in_pages,
     load_rows,
     rows_of,
     store_rows,

@@ -24,15 +24,17 @@ from flash_kernel._triton.primitives import (
     head_and_tile,
     key_range,
     last_tile_first,
-    load_rows,
     online_softmax_step,
+    scores_of,
+    softmax_weights,
+    visible_keys,
+)
+from flash_kernel._triton.tiles import (
+    load_rows,
     row_products,
     rows_of,
     scale_rows,
-    scores_of,
-    softmax_weights,
     store_rows,
-    visible_keys,
     zero_rows,
 )
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from flash_kernel._triton.backward import (
     flash_attention_dk_dv_kernel,
     flash_attention_dq_kernel,
-    flash_attention_row_statistics_kernel,
 )
 from flash_kernel._triton.config import (
     STATISTICS_BLOCK_M,
@@ -32,6 +31,7 @@ from flash_kernel._triton.prepared import (
     layout_key,
     prepared,
 )
+from flash_kernel._triton.row_statistics import flash_attention_row_statistics_kernel
 from flash_kernel.gradients import Gradients, sink_gradient
 from flash_kernel.variant import PLAIN, Modifiers, Packing, Variant
 
