@@ -78,6 +78,7 @@ def evaluate(options: EvalOptions) -> None:
         batch_size=options.batch_size,
         max_batches=options.max_batches or None,
         precision=options.precision,
+        within_documents=checkpoint.training_config.within_documents,
     )
     described = {**asdict(result), "perplexity": result.perplexity}
     print(json.dumps(described) if options.json else result)
