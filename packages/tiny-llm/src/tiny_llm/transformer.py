@@ -148,6 +148,7 @@ class Transformer(nn.Module):
         seq_len: int | None = None,
         needs_grad: bool = False,
         packed: bool = False,
+        ragged: bool = False,
     ) -> tuple[Resolution, ...]:
         """Fix each layer's backend for what it is going to be given; return the decisions.
 
@@ -159,6 +160,7 @@ class Transformer(nn.Module):
             seq_len: Length of its sequences, if it is always the same.
             needs_grad: Whether it will be trained.
             packed: Whether its sequences hold several documents, given as a `Packing`.
+            ragged: Whether it reads a cache of sequences of different lengths, or a static one.
 
         Raises:
             AttentionUnavailable: A layer's choice cannot serve; says why and what to do.
@@ -172,6 +174,7 @@ class Transformer(nn.Module):
             "dtype": str(dtype).removeprefix("torch."),
             "needs_grad": needs_grad,
             "packed": packed,
+            "ragged": ragged,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         layers = [cast("Block", block).attention for block in self.blocks]
