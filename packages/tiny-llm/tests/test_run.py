@@ -210,7 +210,7 @@ def test_chat_continues_each_line_and_info_describes(workdir, capsys, monkeypatc
     capsys.readouterr()
     arguments = ["--checkpoint", "run", "--device", "cpu", "--max-new-tokens", "4"]
     monkeypatch.setattr("sys.stdin", iter(["hello\n", "again\n"]))
-    monkeypatch.setattr("tiny_llm.commands._is_terminal", lambda: False)
+    monkeypatch.setattr("tiny_llm.talking._is_terminal", lambda: False)
     assert main(["chat", *arguments]) == 0
     assert len(capsys.readouterr().out) >= 2
     assert main(["info", "run", "tokens.bin"]) == 0
