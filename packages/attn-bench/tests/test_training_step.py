@@ -13,8 +13,11 @@ from attn_bench.results import Results, Row, read_results, saving
 from attn_bench.train_step import Step, StepShape, predicted
 from flash_kernel import attention_reference
 from tiny_llm import attention
+from tiny_llm.config import PRESETS, ModelConfig
+from tiny_llm.transformer import Transformer
 
-SHAPE = StepShape(64, num_layers=3, num_heads=2, batch_size=1, steps=2, dtype="fp32")
+MODEL = ModelConfig(d_model=64, num_layers=3, num_heads=2)
+SHAPE = StepShape(MODEL, batch_size=1, steps=2, dtype="fp32")
 SMALL = ["--d-model", "32", "--layers", "1", "--heads", "1", "--batch", "1", "--seqlen", "16"]
 CASE = SHAPE.case(16)
 
@@ -131,3 +134,28 @@ def test_policy_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_one_backend_is_no_policy() -> None:
     with pytest.raises(InputError, match="no case has times of two backends"):
         policy_of(Results({}, ROWS[:2]))
+
+
+def test_a_preset_is_trained_with_its_own_shape_and_a_number_of_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    arguments = ["--preset", "toy", "--tokens", "64", "--seqlen", "16", "32", "--loss-chunk", "20"]
+    arguments += ["--backend", "sdpa", "--steps", "5", "--device", "cpu", "--save", str(path)]
+    assert main(["train-step", *arguments]) == 0
+    header = capsys.readouterr().out.splitlines()[1]
+    assert header == (
+        "tiny-llm toy: 4 layers, d_model 128, 4 heads, vocabulary 257; 64 tokens a step, fp32; "
+        "loss in chunks of 20 tokens, 5 timed steps"
+    )
+    short, long = read_results(path).rows
+    assert (short.case.batch, long.case.batch) == (4, 2)
+    assert short.semantics["parameters"] == Transformer(PRESETS["toy"]).num_parameters()
+    assert short.semantics["loss_chunk"] == 20
+    assert short.first_call_ms is not None
+
+
+def test_tokens_per_second_are_those_of_the_whole_batch() -> None:
+    row = replace(step("sdpa", 8.0, 1.0).row, case=replace(CASE, batch=3, seqlen_q=16))
+    assert Step(row, 1.0, ()).tokens_per_second == pytest.approx(3 * 16 / 8e-3)
+    assert Step(row.failed("oom", "x"), 1.0, ()).tokens_per_second is None

@@ -1,7 +1,7 @@
 """Result files: JSON Lines, an environment first, then one row per case and provider."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
@@ -114,6 +114,11 @@ class Results:
 
     environment: dict[str, Any]
     rows: tuple[Row, ...]
+
+
+def exit_status(rows: Sequence[Row]) -> int:
+    """Return 1 if any provider was wrong or failed; a refusal or a lack of memory is no failure."""
+    return int(any(row.state in ("wrong", "error") for row in rows))
 
 
 class RowWriter:

@@ -171,6 +171,11 @@ class KVCache:
         # in place: a captured CUDA graph goes on reading this tensor
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
 
+    def fill_normal(self, generator: torch.Generator) -> None:
+        """Put random keys and values everywhere, for tests and benchmarks."""
+        for buffer in (self._k, self._v):
+            buffer.normal_(generator=generator)
+
     @property
     def _is_uniform(self) -> bool:
         return not self.static and len(set(self._host_lengths)) == 1
