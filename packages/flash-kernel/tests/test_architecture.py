@@ -11,14 +11,22 @@ MAX_LINES = 400
 
 # Lowest first: a module imports from lower layers only, at its top or inside a function.
 LAYERS = (
-    ("variant", "gradients", "merge"),
+    ("variant", "gradients", "merge", "autocast"),
     ("validation", "shapes", "second_order", "_triton", "_triton.config"),
-    ("reference", "_triton.primitives", "_triton.probe", "_triton.prepared"),
-    ("backward", "torch_attention", "mock", "_tolerance", "_triton.forward", "_triton.backward"),
+    ("reference", "packed", "_triton.primitives", "_triton.probe", "_triton.prepared"),
+    (
+        "backward",
+        "torch_attention",
+        "mock",
+        "_tolerance",
+        "cache",
+        "_triton.forward",
+        "_triton.backward",
+    ),
     ("testing", "dispatch", "_triton.launch"),
     ("autograd", "explain"),
-    ("ops",),
-    ("api",),
+    ("ops", "packed_autograd", "decode"),
+    ("api", "varlen", "kvcache"),
     ("function",),
     ("",),  # flash_kernel itself
 )

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from flash_kernel.api import flash_attention
 from flash_kernel.explain import Explanation, explain
 from flash_kernel.function import FlashAttention
+from flash_kernel.kvcache import flash_attention_with_kvcache
 from flash_kernel.merge import merge_attention
 from flash_kernel.reference import attention_reference
+from flash_kernel.varlen import flash_attention_varlen
 
 if TYPE_CHECKING:
     from flash_kernel.mock import FlashAttentionMock
@@ -26,6 +28,8 @@ __all__ = [
     "attention_reference",
     "explain",
     "flash_attention",
+    "flash_attention_varlen",
+    "flash_attention_with_kvcache",
     "merge_attention",
 ]
 

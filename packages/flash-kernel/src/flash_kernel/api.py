@@ -5,6 +5,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from flash_kernel.autocast import autocast, is_autocast
 from flash_kernel.autograd import attend
 from flash_kernel.dispatch import TRITON_DTYPES, Options, checked_plan, checked_request, first_plan
 from flash_kernel.variant import Modifiers
@@ -107,19 +108,13 @@ def flash_attention(
     """
     modifiers = Modifiers(alibi_slopes, bias, mask, sinks)
     options = Options(is_causal, scale, window, softcap, return_lse, impl, backward)
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
-        q, k, v = (_autocast(x, q.device.type) for x in (q, k, v))
+    if is_autocast(q):
+        q, k, v = (autocast(x, q.device.type) for x in (q, k, v))
         with torch.autocast(q.device.type, enabled=False):
             o, lse = _dispatched(q, k, v, modifiers, options)
     else:
         o, lse = _dispatched(q, k, v, modifiers, options)
     return o if lse is None or not return_lse else (o, lse)
-
-
-def _autocast(x: Tensor, device_type: str) -> Tensor:
-    """Convert as autocast converts the factors of a matrix product: all but float64."""
-    is_eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(device_type)) if is_eligible else x
 
 
 def _dispatched(

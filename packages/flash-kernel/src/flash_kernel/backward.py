@@ -73,7 +73,9 @@ def sum_groups(x: Tensor, k: Tensor) -> Tensor:
     """Sum what each query head gives to the key head that it shares."""
     if x.shape[:-2] == k.shape[:-2]:
         return x
-    return x.reshape(*k.shape[:-2], -1, *x.shape[-2:]).sum(-3)
+    # no -1 for the group: of a tensor without keys it would say nothing
+    group = x.shape[-3] // max(1, k.shape[-3])
+    return x.reshape(*k.shape[:-2], group, *x.shape[-2:]).sum(-3)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,53 +70,69 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless the three tensors fit each other; see `check_inputs`."""
     tensors = {"q": q, "k": k, "v": v}
     for name, tensor in tensors.items():
-        _check_kind(name, tensor)
+        check_kind(name, tensor)
     for name, tensor in tensors.items():
         _check_rank(name, tensor)
-    _check_shared(tensors)
+    check_shared(tensors)
     *leading, _, head_dim = q.shape
     if len(leading) >= 2 and k.dim() == q.dim():
-        leading[-1] = _checked_kv_heads(leading[-1], k.shape[-3])
-    _check_shape("k", k, [*leading, "N", head_dim], like="q")
-    _check_shape("v", v, [*k.shape[:-1], "D_v"], like="k")
+        leading[-1] = checked_kv_heads(leading[-1], k.shape[-3])
+    check_shape("k", k, [*leading, "N", head_dim], like="q")
+    check_shape("v", v, [*k.shape[:-1], "D_v"], like="k")
 
 
 def check_modifiers(q: Tensor, k: Tensor, modifiers: Modifiers) -> None:
     """Raise unless bias, mask, slopes and sinks fit ``q`` and ``k``."""
     scores = (*q.shape[:-1], k.shape[-2])
-    by_head = [(q.shape[-3],), tuple(q.shape[:-2])] if q.dim() >= 4 else []
+    leading = q.shape[:-2] if q.dim() >= 4 else ()
     for name, tensor in modifiers._asdict().items():
         if tensor is None:
             continue
-        if not isinstance(tensor, Tensor):
-            msg = f"`{name}` must be a torch.Tensor or None, got {type(tensor).__name__}."
-            raise TypeError(msg)
-        if (tensor.dtype == torch.bool) != (name == "mask") or tensor.is_complex():
-            wanted = (
-                "boolean, True where a row may attend" if name == "mask" else "of a float dtype"
-            )
-            msg = f"`{name}` must be {wanted}, got {_short(tensor.dtype)}."
-            raise TypeError(msg)
-        if tensor.device != q.device:
-            msg = f"`{name}` must be on the device of `q`, {q.device}, got {tensor.device}."
-            raise ValueError(msg)
+        check_modifier(name, tensor, q.device)
         if name in ("bias", "mask"):
             _check_broadcast(name, tensor, scores)
-        elif tuple(tensor.shape) not in by_head[: 2 if name == "alibi_slopes" else 1]:
-            shapes = "[H] or [B, H]" if name == "alibi_slopes" else "[H]"
-            msg = (
-                f"`{name}` must have shape {shapes}, with the heads of q [..., H, M, D], "
-                f"got {list(tensor.shape)} for q {list(q.shape)}."
-            )
-            raise ValueError(msg)
+        else:
+            check_by_head(name, tensor, leading)
 
 
-def _checked_kv_heads(num_heads: int, num_heads_kv: int) -> int:
+def check_by_head(name: str, tensor: Tensor, leading: Sequence[int]) -> None:
+    """Raise unless sinks or slopes fit the heads, ``leading = [B, H]``, of q."""
+    fitting = [tuple(leading[-1:]), tuple(leading)][: 2 if name == "alibi_slopes" else 1]
+    if not leading or tuple(tensor.shape) not in fitting:
+        shapes = "[H] or [B, H]" if name == "alibi_slopes" else "[H]"
+        msg = (
+            f"`{name}` must have shape {shapes}, with the heads of q [..., H, M, D], "
+            f"got {list(tensor.shape)} for [B, H] = {list(leading)}."
+        )
+        raise ValueError(msg)
+
+
+def check_modifier(name: str, tensor: object, device: torch.device) -> None:
+    """Raise unless a modifier is a tensor of its kind on a device."""
+    if not isinstance(tensor, Tensor):
+        msg = f"`{name}` must be a torch.Tensor or None, got {type(tensor).__name__}."
+        raise TypeError(msg)
+    if (tensor.dtype == torch.bool) != (name == "mask") or tensor.is_complex():
+        wanted = "boolean, True where a row may attend" if name == "mask" else "of a float dtype"
+        msg = f"`{name}` must be {wanted}, got {_short(tensor.dtype)}."
+        raise TypeError(msg)
+    check_device(name, tensor, device)
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise unless a tensor is on the device of q."""
+    if tensor.device != device:
+        msg = f"`{name}` must be on the device of `q`, {device}, got {tensor.device}."
+        raise ValueError(msg)
+
+
+def checked_kv_heads(num_heads: int, num_heads_kv: int, dim: int = -3) -> int:
+    """Return the heads of k; raise unless each serves as many heads of q."""
     if num_heads_kv < 1 or num_heads % num_heads_kv:
         if num_heads == num_heads_kv:
             return num_heads_kv
         msg = (
-            f"the heads of `k`, dimension -3, must divide the {num_heads} heads of `q`, "
+            f"the heads of `k`, dimension {dim}, must divide the {num_heads} heads of `q`, "
             f"got {num_heads_kv}."
         )
         raise ValueError(msg)
@@ -133,7 +150,8 @@ def _check_broadcast(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise ValueError(msg)
 
 
-def _check_kind(name: str, tensor: object) -> None:
+def check_kind(name: str, tensor: object) -> None:
+    """Raise unless an argument is a dense tensor of a supported dtype."""
     if not isinstance(tensor, Tensor):
         msg = f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}."
         raise TypeError(msg)
@@ -162,7 +180,7 @@ def _check_rank(name: str, tensor: Tensor) -> None:
         raise ValueError(msg)
 
 
-def _check_shared(tensors: dict[str, Tensor]) -> None:
+def check_shared(tensors: dict[str, Tensor]) -> None:
     """Refuse to choose a dtype or a device for the caller."""
     dtypes = [_short(tensor.dtype) for tensor in tensors.values()]
     if len(set(dtypes)) > 1:
@@ -174,8 +192,8 @@ def _check_shared(tensors: dict[str, Tensor]) -> None:
         raise ValueError(msg)
 
 
-def _check_shape(name: str, tensor: Tensor, expected: list[int | str], *, like: str) -> None:
-    """A name in ``expected`` stands for any length."""
+def check_shape(name: str, tensor: Tensor, expected: list[int | str], *, like: str) -> None:
+    """Raise unless a shape is the expected one; a name in it stands for any length."""
     shape = list(tensor.shape)
     fits = len(shape) == len(expected) and all(
         isinstance(want, str) or size == want for size, want in zip(shape, expected, strict=True)

@@ -1,0 +1,155 @@
+"""Attention of many sequences of different lengths, packed one after the other."""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from flash_kernel.autocast import autocast, is_autocast
+from flash_kernel.dispatch import Options, Plan, describe, resolve
+from flash_kernel.packed import Packing, as_one_batch, check_packed
+from flash_kernel.packed_autograd import attend_packed
+from flash_kernel.validation import check_options
+from flash_kernel.variant import Modifiers, Variant, make_variant
+
+
+@overload
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    impl: str = "auto",
+    backward: str = "auto",
+) -> Tensor: ...
+@overload
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: Literal[True],
+    impl: str = "auto",
+    backward: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+def flash_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    impl: str = "auto",
+    backward: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return `flash_attention` of each of many sequences that lie packed in one tensor.
+
+    Sequence b has the queries ``cu_seqlens_q[b] .. cu_seqlens_q[b + 1]`` and the keys
+    ``cu_seqlens_k[b] .. cu_seqlens_k[b + 1]``, M_b and N_b of them, and attends to its own alone.
+    A sequence's result does not depend on what it is packed with, to the bit.
+
+        >>> import torch
+        >>> from flash_kernel import flash_attention, flash_attention_varlen
+        >>> x = torch.randn(12, 2, 16)  # sequences of 5, 0 and 7 rows; 2 heads
+        >>> ends = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+        >>> o = flash_attention_varlen(x, x, x, ends, ends, is_causal=True)
+        >>> last = x[5:].transpose(0, 1)[None]  # [1, 2, 7, 16]
+        >>> alone = flash_attention(last, last, last, is_causal=True)
+        >>> torch.allclose(o[5:], alone[0].transpose(0, 1), atol=1e-6)
+        True
+
+    Args:
+        q: Queries ``[total_q, H, D]``, any strides, float16, bfloat16, float32 or float64.
+        k: Keys ``[total_k, H_kv, D]``; ``H_kv`` divides ``H``.
+        v: Values ``[total_k, H_kv, D_v]``.
+        cu_seqlens_q: Cumulative lengths of the queries, int32 or int64 ``[B + 1]``, on the device
+            of q: from 0 up to ``total_q``.  Sequences may be empty.
+        cu_seqlens_k: As much for the keys.
+        max_seqlen_q: No sequence has more queries.  Nothing needs it, and nothing is faster for it.
+        max_seqlen_k: No sequence has more keys.
+        is_causal: Row i of a sequence sees its keys ``j <= i + N_b - M_b``.
+        scale: Factor of the scores, ``D ** -0.5`` by default.
+        window: ``(left, right)``: row i sees the keys from ``i + N_b - M_b - left`` to
+            ``i + N_b - M_b + right``.  None for a side is unbounded.
+        softcap: Scores become ``softcap * tanh(scores / softcap)``.
+        alibi_slopes: ``[H]`` or ``[B, H]``; adds ``-slope * |i + N_b - M_b - j|``.
+        sinks: ``[H]``; one more score in each row's denominator, without a value; learnable.
+        return_lse: Also return the log-sum-exp of each row's scores.
+        impl: As for `flash_attention`.  All but "triton" walk the sequences one by one.
+        backward: As for `flash_attention`.
+
+    Returns:
+        ``o [total_q, H, D_v]``; with ``return_lse`` also ``lse [H, total_q]``, the natural
+        logarithm of each row's denominator, float32 (float64 for float64 inputs).  Both are
+        differentiable once.
+
+    Raises:
+        TypeError: Not a tensor, or a dtype that is unsupported or not shared.
+        ValueError: Shapes or devices that do not fit, or an option that does not exist.
+        RuntimeError: An implementation asked for by name cannot run on this device.
+
+    What ``cu_seqlens`` holds is checked where it lies on the CPU.  The kernels read it on the GPU
+    and make nobody wait, so there it is not checked, and numbers that are not cumulative lengths
+    read and write out of bounds.  Walking the sequences one by one makes a GPU wait, and checks.
+    """
+    modifiers = Modifiers(alibi_slopes, None, None, sinks)
+    options = Options(is_causal, scale, window, softcap, return_lse, impl, backward)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if is_autocast(q):
+        q, k, v = (autocast(x, q.device.type) for x in (q, k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            o, lse = _dispatched(q, k, v, packing, modifiers, options)
+    else:
+        o, lse = _dispatched(q, k, v, packing, modifiers, options)
+    return o if lse is None or not return_lse else (o, lse)
+
+
+def _dispatched(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """Return o and lse from whichever implementation the call gets."""
+    plan, variant = checked_packed_plan(q, k, v, packing, modifiers, options)
+    return attend_packed(plan, q, k, v, packing, variant, modifiers)
+
+
+def checked_packed_plan(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers, options: Options
+) -> tuple[Plan, Variant]:
+    """Check the inputs and return the plan for them."""
+    check_packed(q, k, v, packing, modifiers)
+    wishes = {name: getattr(options, name) for name in ("is_causal", "scale", "window", "softcap")}
+    check_options(**wishes)
+    variant = make_variant(q.shape[-1], **wishes)
+    request = describe(*as_one_batch(q, k, v), variant, modifiers, return_lse=options.return_lse)
+    plan = resolve(request._replace(layout="packed"), impl=options.impl, backward=options.backward)
+    return plan, variant
