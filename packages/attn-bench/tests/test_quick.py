@@ -107,6 +107,8 @@ def test_captured_tensors_are_those_that_attention_was_given(tmp_path: Path) -> 
 
 
 def test_a_failing_interpreter_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    # whatever is installed here
+    monkeypatch.setattr(interpreter, "why_not_interpreted", lambda: None)
     monkeypatch.setattr(interpreter, "BACKWARDS", ())
     monkeypatch.setattr("sys.executable", "/bin/false")
     interpreted = run_interpreted([])
