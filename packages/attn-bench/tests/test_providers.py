@@ -76,8 +76,8 @@ def test_the_hopper_kernels_are_asked_for_by_name_and_refused_with_flash_kernels
     case = Case("bf16", 1, 4, 256, 256, 64, True, "fwd")
     assert provider.why_unsupported(case) is None
     assert "float32" in str(provider.why_unsupported(replace(case, dtype="fp32")))
+    x = torch.zeros(1, 1, 1, 64)
     with pytest.raises(RuntimeError, match="hopper"):
-        x = torch.zeros(1, 1, 1, 64)
         provider.build(case, CPU)(x, x, x)
 
 

@@ -11,7 +11,8 @@ from attn_bench.checks import LIMITS, Oracle
 from attn_bench.gauge import Reading, open_gauge, weather_of
 from attn_bench.providers import FLASH_PROVIDERS, Attention, Provider
 from attn_bench.results import Row
-from attn_bench.runner import Ready, Runner, check_provider, time_case, with_stability
+from attn_bench.runner import Ready, Runner, check_provider, time_case
+from attn_bench.stability import with_stability
 from attn_bench.timing import Budget, Clock
 from attn_bench.workload import make_inputs
 from flash_kernel import attention_reference

@@ -10,7 +10,8 @@ from attn_bench.cli import main
 from attn_bench.errors import InputError
 from attn_bench.policy import policy_of
 from attn_bench.results import Results, Row, read_results, saving
-from attn_bench.train_step import Step, StepShape, predicted
+from attn_bench.step_shape import StepShape
+from attn_bench.train_step import Step, predicted
 from flash_kernel import attention_reference
 from tiny_llm import attention
 from tiny_llm.config import PRESETS, ModelConfig

@@ -112,18 +112,19 @@ def cases_of(arguments: Namespace) -> list[Case]:
 def list_providers(arguments: Namespace) -> int:
     """Print every suite with its providers, and the reason where one is unavailable."""
     device = pick_device(arguments.device)
-    shown: dict[int, Suite] = {}
+    shown: set[str] = set()
     for suite in SUITES.values():
         print(f"attn-bench {suite.command}: {suite.summary}")
-        same = shown.setdefault(id(suite.own_providers), suite)
-        if same is suite:
-            lines = [
-                [each.name, each.summary, each.why_unavailable(device) or "available"]
-                for each in suite.providers.values()
-            ]
+        lines = [
+            [each.name, each.summary, each.why_unavailable(device) or "available"]
+            for each in suite.providers.values()
+            if each.name not in shown
+        ]
+        if len(lines) < len(suite.providers):
+            print(f"{len(suite.providers) - len(lines)} of the providers above")
+        if lines:
             print(tabulate(lines, ["provider", "what it is", f"on {device}"]))
-        else:
-            print(f"providers: those of {same.command}")
+        shown.update(suite.providers)
         print(f"presets: {', '.join(suite.presets)}\n")
     print(f"models for --shapes-of: {', '.join(MODELS)}")
     return 0

@@ -12,7 +12,8 @@ from attn_bench.errors import InputError
 from attn_bench.model_tables import decoding_table, step_table
 from attn_bench.results import exit_status, saving
 from attn_bench.roofline import describe_ceilings, measure_ceilings
-from attn_bench.train_step import StepShape, time_training
+from attn_bench.step_shape import StepShape
+from attn_bench.train_step import time_training
 from tiny_llm.config import ModelConfig, preset
 from tiny_llm.errors import TinyLLMError
 

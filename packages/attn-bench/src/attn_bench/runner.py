@@ -11,7 +11,7 @@ from attn_bench.case import Case
 from attn_bench.checks import LIMITS, Check, Oracle
 from attn_bench.cold_start import cold_call_milliseconds
 from attn_bench.failures import explained, failure_state, one_line
-from attn_bench.gauge import Reading, Weather, open_gauge, weather_of
+from attn_bench.gauge import Reading, open_gauge, weather_of
 from attn_bench.graphs import SHORT_MS, replay_milliseconds
 from attn_bench.memory import predicted_mib, why_too_large
 from attn_bench.providers import Attention, Provider
@@ -23,12 +23,10 @@ from attn_bench.roofline import (
     tflops,
     unmasked_flops,
 )
+from attn_bench.stability import with_stability
 from attn_bench.timing import Budget, Clock, peak_mib, time_interleaved, wall_milliseconds
 from attn_bench.truth import Tensors
 from attn_bench.workload import Inputs, Workload, gradients, make_inputs, make_workload
-
-# a row is unstable if its rounds' medians differ by more than this factor
-STEADY = 1.15
 
 
 @dataclass(frozen=True)
@@ -247,17 +245,6 @@ def time_case(
         if case.mode == "fwd" and rows[name].is_performance and timing.median_ms < SHORT_MS:
             rows[name] = with_graph(rows[name], workloads[name], inputs.q.device)
     return rows
-
-
-def with_stability(row: Row, drift: float, weather: Weather | None) -> Row:
-    """Return the row ``ok``, or ``unstable`` with what moved; a CPU's rows are no figures anyway."""
-    reasons = [f"the rounds' medians differ by {drift - 1:.0%}"] if drift > STEADY else []
-    if weather is not None:
-        row = replace(row, clock_mhz=weather.clock_mhz, celsius=weather.celsius)
-        reasons += filter(None, [weather.why_unstable])
-    if not row.is_performance or not reasons:
-        return replace(row, state="ok")
-    return replace(row, state="unstable", detail=", ".join(reasons))
 
 
 def with_graph(row: Row, workload: Workload, device: torch.device) -> Row:

@@ -50,12 +50,12 @@ def _why_no_compiled_backward(device: torch.device) -> str | None:
 
 def _build_with_cache(case: Case, device: torch.device) -> Attention:
     """Build what reads k and v as a cache that is full."""
-    window = {} if case.window is None else {"window": bounds(case)}
+    window = None if case.window is None else bounds(case)
     lengths = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o: Tensor = flash_kernel.flash_attention_with_kvcache(
-            *(q, k, v), cache_seqlens=lengths, is_causal=case.is_causal, **window
+            q, k, v, cache_seqlens=lengths, is_causal=case.is_causal, window=window
         )
         return o
 
@@ -90,9 +90,7 @@ def _hopper_cannot(case: Case) -> str | None:
     )
     if found.impl is not None:
         return None
-    return "; ".join(text for name, text in found.refusals.items() if "hopper" in name) or str(
-        found
-    )
+    return "; ".join(found.refusals[name] for name in found.refusals if "hopper" in name)
 
 
 def _why_no_mock(_: torch.device) -> str | None:

@@ -45,16 +45,22 @@ def flash_attention(
         ConfigError: The installed flash-kernel is too old for what is asked.
     """
     options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    sides = None
     if window is not None:
         _require("window", HAS_WINDOW)
-        options["window"] = (window - 1, 0)  # keys left and right of a row's own
+        # keys left and right of a row's own
+        sides = options["window"] = (window - 1, 0)
     if packing is not None:
         _require("packing", HAS_VARLEN)
-        return _attend_packed(q, k, v, packing, is_causal=is_causal, **options)
+        return _attend_packed(q, k, v, packing, is_causal=is_causal, scale=scale, window=sides)
     if key_lengths is not None:
         if HAS_KV_CACHE and not (torch.is_grad_enabled() and q.requires_grad):
             cached: Tensor = flash_kernel.flash_attention_with_kvcache(
-                q, k, v, cache_seqlens=key_lengths, is_causal=is_causal, **options
+                *(q, k, v),
+                cache_seqlens=key_lengths,
+                is_causal=is_causal,
+                scale=scale,
+                window=sides,
             )
             return cached
         _require("key_lengths", HAS_MASK)
@@ -70,14 +76,21 @@ def flash_attention(
 
 
 def _attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, is_causal: bool, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    window: tuple[int, int] | None,
 ) -> Tensor:
     """Lay the rows of the batch end to end, ``[B * T, H, D]``, and attend within documents."""
     batch, _, seqlen, _ = q.shape
-    laid = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     ends = packing.cu_seqlens
     o: Tensor = flash_kernel.flash_attention_varlen(
-        *laid, ends, ends, is_causal=is_causal, **options
+        q, k, v, ends, ends, is_causal=is_causal, scale=scale, window=window
     )
     return o.view(batch, seqlen, *o.shape[1:]).transpose(1, 2)
 
