@@ -130,7 +130,8 @@ def _time_shape(
 ) -> list[Row]:
     torch.manual_seed(0)
     config = replace(shape.model, max_seq_len=context + shape.room(), attention="eager")
-    model = Transformer(config).to(device=device, dtype=shape.torch_dtype).eval()
+    with device:
+        model = Transformer(config).to(shape.torch_dtype).eval()
     expected = _Decoding(model, shape, batch, context, "eager", "eager").first_logits()
     semantics = {
         "what": "decoding step of a model",

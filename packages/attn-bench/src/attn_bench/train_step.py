@@ -213,7 +213,8 @@ def _mfu(step: Step, shape: StepShape, trained: _Trained, device: torch.device) 
 def _prepare(shape: StepShape, seqlen: int, backend: str, device: torch.device) -> _Trained:
     torch.manual_seed(0)
     config, settings = shape.config(seqlen, backend), shape.training(seqlen)
-    model = Transformer(config).to(device).train()
+    with device:  # drawing a large model's weights on a CPU takes longer than timing it
+        model = Transformer(config).train()
     dtype: torch.dtype = getattr(torch, DTYPES[shape.dtype])
     model.resolve_attention(device=device, dtype=dtype, seq_len=seqlen, needs_grad=True)
     optimizer = build_optimizer(model, settings)
