@@ -70,16 +70,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 dweight = dweight + dlogits.T @ x
         if dweight is not None:
             ctx.save_for_backward(torch.cat(dhidden), dweight.to(weight.dtype))
-        return total.to(torch.promote_types(torch.float32, total.dtype))
+        # as it is: the graph of torch 2.11 gives no gradient to an output that is another's alias
+        return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dloss,) = grads
         dhidden, dweight = ctx.saved_tensors
-        return (
-            dhidden * dloss.to(dhidden.dtype),
-            dweight * dloss.to(dweight.dtype),
-            None,
-            None,
-            None,
-        )
+        scaled = dhidden * dloss.to(dhidden.dtype), dweight * dloss.to(dweight.dtype)
+        return (*scaled, None, None, None)
