@@ -3,6 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from attn_bench.case import Case
@@ -14,6 +15,8 @@ from attn_bench.step_shape import StepShape
 from attn_bench.train_step import Step, predicted
 from flash_kernel import attention_reference
 from tiny_llm import attention
+from tiny_llm.attention import AttentionRequest
+from tiny_llm.attention.policy import read_policy
 from tiny_llm.config import PRESETS, ModelConfig
 from tiny_llm.transformer import Transformer
 
@@ -107,7 +110,8 @@ ROWS = (
     timed("flash-auto", "bwd", 512, 2.0),
     timed("sdpa", "fwd+bwd", 4096, 8.0),
     timed("flash-auto", "fwd+bwd", 4096, 9.0),
-    timed("sdpa-cudnn", "fwd+bwd", 4096, 1.0),
+    timed("dense-eager", "fwd+bwd", 4096, 1.0),  # no backend of tiny-llm
+    timed("sdpa-cudnn", "fwd+bwd", 4096, 8.5),
     timed("flex", "fwd+bwd", 128, 1.0),
 )
 
@@ -117,17 +121,23 @@ def test_the_policy_orders_backends_by_forward_and_backward_together() -> None:
     short, long = policy["classes"]
     assert (short["max_seqlen"], short["prefer"]) == (512, ["flash", "sdpa"])
     assert short["milliseconds"] == {"flash": 4.0, "sdpa": 5.0}
-    assert (long["max_seqlen"], long["prefer"]) == (4096, ["sdpa", "flash"])
+    assert (long["max_seqlen"], long["prefer"]) == (4096, ["sdpa", "sdpa-cudnn", "flash"])
     assert policy["device"] == "a GPU"
 
 
 def test_policy_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, policy = tmp_path / "r.jsonl", tmp_path / "policy.json"
-    with saving(path, {"device": "a GPU"}) as save:
+    with saving(path, {"device": "a GPU", "device_type": "cuda"}) as save:
         for row in ROWS:
             save(row)
     assert main(["policy", str(path), "--into", str(policy)]) == 0
     assert json.loads(policy.read_text())["kind"] == "attention-policy"
+    # what tiny-llm's choice `policy:FILE` makes of it
+    request = AttentionRequest(
+        num_heads=16, head_dim=64, seqlen_k=600, device="cuda", dtype="bfloat16"
+    )
+    if not torch.cuda.is_available():
+        assert read_policy(str(policy)).order(request) == ("sdpa", "sdpa-cudnn", "flash")
     assert main(["policy", str(path)]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(policy.read_text())
 

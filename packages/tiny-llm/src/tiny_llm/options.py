@@ -198,7 +198,7 @@ class AttentionOptions:
     """
 
     action: Positional[str] = field(default="explain", metadata={"help": "explain"})
-    choice: str = setting("auto", "a backend's name, auto, or prefer:flash,sdpa")
+    choice: str = setting("auto", "a backend's name, auto, prefer:flash,sdpa, or policy:FILE")
     num_heads: int = setting(8, "heads of the queries")
     num_kv_heads: int | None = setting(None, "heads of keys and values (default: num_heads)")
     head_dim: int = setting(64, "width of a head")

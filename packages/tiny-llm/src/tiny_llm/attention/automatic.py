@@ -1,4 +1,4 @@
-"""A choice that waits for its tensors: "auto" and "prefer:..." as an `AttentionFn`."""
+"""A choice that waits for its tensors: "auto", "prefer:..." and "policy:..." as `AttentionFn`."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class AutomaticAttention:
     the answer ahead, which a model that is going to be compiled needs.
 
     Args:
-        choice: "auto" or "prefer:a,b".
+        choice: "auto", "prefer:a,b" or "policy:FILE".
     """
 
     def __init__(self, choice: str) -> None:

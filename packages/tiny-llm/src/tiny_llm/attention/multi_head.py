@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from tiny_llm.attention.automatic import AutomaticAttention
 from tiny_llm.attention.backend import AttentionFn
 from tiny_llm.attention.request import AttentionRequest
-from tiny_llm.attention.resolve import AUTO, PREFER, resolve
+from tiny_llm.attention.resolve import is_search, resolve
 from tiny_llm.cache import AttentionCache
 from tiny_llm.errors import AttentionUnavailable, ConfigError
 from tiny_llm.norm import RMSNorm
@@ -21,7 +21,8 @@ class MultiHeadAttention(nn.Module):
     Args:
         d_model: Width of the input and the output.
         num_heads: Number of query heads H.
-        attention: Name of a registered backend, "auto", "prefer:a,b", or the function itself.
+        attention: Name of a registered backend, "auto", "prefer:a,b", "policy:FILE", or the
+            function itself.
         num_kv_heads: Key and value heads H_kv, each serving ``H / H_kv`` query heads (GQA); by
             default as many as query heads.
         head_dim: Width D of a head, by default ``d_model / num_heads``.
@@ -140,7 +141,7 @@ class MultiHeadAttention(nn.Module):
     def _choose(self, attention: str | AttentionFn) -> AttentionFn:
         if not isinstance(attention, str):
             return attention
-        if attention == AUTO or attention.startswith(PREFER):
+        if is_search(attention):
             return AutomaticAttention(attention)
         return resolve(self.request(), attention).attention_fn
 
