@@ -79,7 +79,11 @@ def test_a_real_lack_of_memory_is_a_row_and_the_run_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sdpa-flash", "sdpa-cudnn", "flash-triton", "flash-hopper", "flash-auto", "flex"]
+    "name",
+    [
+        *("sdpa-flash", "sdpa-cudnn", "flash-triton", "flash-hopper", "flash-auto"),
+        *("flex", "layer-compiled"),
+    ],
 )
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_provider_of_the_gpu_is_right_and_timed(name: str, is_causal: bool) -> None:
