@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -28,17 +29,29 @@ from flash_kernel._triton.config import (
     HALF_PRECISION,
     BlockConfig,
     KernelSpec,
+    decode_config,
     generation,
     padded_head_dim,
+)
+from flash_kernel._triton.decode import (
+    flash_attention_append_kernel,
+    flash_attention_combine_kernel,
+    flash_attention_decode_kernel,
 )
 from flash_kernel._triton.forward import flash_attention_forward_kernel
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "k_cache", "v_cache")
 KEYS = ("k", "v", "dk", "dv")  # tensors whose rows are keys
 VALUES = ("v", "o", "do", "dv")  # tensors as wide as v
 FLOATS = ("scale", "scale_log2", "softcap")
-POINTERS = {"mask_ptr": "*i1", "bias_ptr": None}  # others are float32; None: the dtype of q
+# others are float32; None: the dtype of q
+POINTERS = {"mask_ptr": "*i1", "bias_ptr": None, "o_parts": "*fp32"}
+POINTERS |= dict.fromkeys(
+    ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqlens_ptr", "pages_ptr"), "*i32"
+)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CONSTANTS = {"HAS_DLSE": True, "SPLITS": 32}  # others are the specification
 SASS_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", re.MULTILINE)
 
 
@@ -52,8 +65,9 @@ def argument_types(kernel: Any, spec: KernelSpec, dtype: str) -> tuple[dict[str,
         if name in TENSORS and spec.USE_DESCRIPTORS:
             rows = spec.BLOCK_N if name in KEYS else spec.BLOCK_M
             width = spec.BLOCK_DV if name in VALUES else spec.BLOCK_D
-            signature[name] = f"tensordesc<{dtype}[1, 1, {rows}, {width}]>"
-        elif name in TENSORS or name.endswith("_ptr"):
+            ones = "1, 1, 1" if spec.IS_PACKED else "1, 1"
+            signature[name] = f"tensordesc<{dtype}[{ones}, {rows}, {width}]>"
+        elif name in TENSORS or name == "o_parts" or name.endswith("_ptr"):
             own = f"*{dtype}" if name in TENSORS else "*fp32"
             signature[name] = POINTERS.get(name, own) or f"*{dtype}"
             hints[(index,)] = aligned
@@ -61,12 +75,12 @@ def argument_types(kernel: Any, spec: KernelSpec, dtype: str) -> tuple[dict[str,
             signature[name] = ("i32", "i32", "i32", "constexpr")
             constants[index, 3] = 1
             hints |= {(index, axis): aligned for axis in range(3)}
-        elif name in ("SPEC", "HAS_DLSE"):
+        elif name.isupper():
             signature[name] = "constexpr"
-            constants[name] = spec if name == "SPEC" else True
+            constants[name] = CONSTANTS.get(name, spec)
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
-            if name == "padded_q":
+            if name in ("padded_q", "o_split_stride"):
                 hints[(index,)] = aligned
     return signature, constants, hints
 
@@ -112,7 +126,7 @@ def inspect_cuda(compiled: Any, capability: int) -> dict[str, Any]:
 
 
 def compile_all(options: argparse.Namespace) -> None:
-    """Compile the four kernels and print one line for each."""
+    """Compile the kernels and print one line for each."""
     arch: int | str = options.capability or options.hip
     target = GPUTarget(
         *(("hip", arch, 64) if options.hip else ("cuda", arch, 32)),
@@ -125,6 +139,17 @@ def compile_all(options: argparse.Namespace) -> None:
         (flash_attention_dk_dv_kernel, configs.dk_dv, True),
         (flash_attention_dq_kernel, configs.dq, True),
     ]
+    if options.decode:
+        rows = options.decode_rows
+        config = decode_config(
+            options.head_dim, DTYPES[options.dtype], options.capability, rows,
+            is_paged=options.page_size > 0,
+        )  # fmt: skip
+        kernels = [
+            (flash_attention_append_kernel, BlockConfig(block_n=16), False),
+            (flash_attention_decode_kernel, config, False),
+            (flash_attention_combine_kernel, BlockConfig(), False),
+        ]
     for kernel, config, takes_descriptors in kernels:
         spec = KernelSpec(
             HEAD_DIM=options.head_dim,
@@ -142,6 +167,8 @@ def compile_all(options: argparse.Namespace) -> None:
             HAS_BIAS=options.all_features,
             HAS_MASK=options.all_features,
             HAS_SINKS=options.all_features,
+            PAGE_SIZE=options.page_size,
+            IS_PACKED=options.packed and takes_descriptors,
             USE_DESCRIPTORS=takes_descriptors and options.capability >= 90 and not options.pointers,
         )
         compiled = compile_one(kernel, spec, config, target, options.dtype)
@@ -165,6 +192,10 @@ def main() -> None:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--pointers", action="store_true")
     parser.add_argument("--all-features", action="store_true")
+    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--decode", action="store_true", help="the kernels of a cache instead")
+    parser.add_argument("--decode-rows", type=int, default=8)
+    parser.add_argument("--page-size", type=int, default=0)
     compile_all(parser.parse_args())
 
 

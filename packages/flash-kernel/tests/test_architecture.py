@@ -23,9 +23,10 @@ LAYERS = (
         "_triton.forward",
         "_triton.backward",
     ),
-    ("testing", "dispatch", "_triton.launch"),
-    ("autograd", "explain"),
+    ("testing", "dispatch", "_triton.launch", "_triton.decode"),
+    ("autograd", "explain", "_triton.launch_decode"),
     ("ops", "packed_autograd", "decode"),
+    ("sequence_ops",),
     ("api", "varlen", "kvcache"),
     ("function",),
     ("",),  # flash_kernel itself

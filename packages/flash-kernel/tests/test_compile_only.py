@@ -16,7 +16,11 @@ pytest.importorskip("triton", reason="compiling needs Triton")
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
-def compile_kernels(*options):
+TRAINING = ["forward_kernel", "row_statistics_kernel", "dk_dv_kernel", "dq_kernel"]
+DECODING = ["append_kernel", "decode_kernel", "combine_kernel"]
+
+
+def compile_kernels(*options, kernels=TRAINING):
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
@@ -28,12 +32,7 @@ def compile_kernels(*options):
     )
     assert result.returncode == 0, result.stderr
     reports = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [report["kernel"].removeprefix("flash_attention_") for report in reports] == [
-        "forward_kernel",
-        "row_statistics_kernel",
-        "dk_dv_kernel",
-        "dq_kernel",
-    ]
+    assert [report["kernel"].removeprefix("flash_attention_") for report in reports] == kernels
     expected = os.environ.get("FLASH_KERNEL_EXPECT_TRITON")
     assert expected is None or {report["triton"] for report in reports} == {expected}
     return reports
@@ -76,6 +75,32 @@ def test_all_features_at_once_compile_within_shared_memory():
         assert report["tensor_core_ops"] > 0
         assert report["shared_bytes"] <= SHARED_BYTES[90]
         assert report["spilled_bytes"] <= 2048, report
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_packed_sequences_compile_within_shared_memory(capability):
+    options = ("--capability", str(capability), "--dtype", "bf16", "--causal", "--packed")
+    for report in with_products(compile_kernels(*options)):
+        assert report["tensor_core_ops"] > 0
+        assert report["shared_bytes"] <= SHARED_BYTES[capability]
+        assert report["spilled_bytes"] <= 1024, report
+        # the end of a sequence is the end of a descriptor: no tile is read by pointers
+        assert (report["bulk_copies"] > 0) == (capability == 90), report
+
+
+@pytest.mark.parametrize(
+    ("capability", "options"),
+    [(86, ()), (90, ()), (90, ("--page-size", "16")),
+     (90, ("--decode-rows", "64", "--causal", "--all-features"))],
+)  # fmt: skip
+def test_decoding_compiles_with_the_cache_on_its_way_in_advance(capability, options):
+    of_device = ("--capability", str(capability), "--dtype", "bf16", "--decode")
+    append, decode, combine = compile_kernels(*of_device, *options, kernels=DECODING)
+    assert decode["tensor_core_ops"] > 0
+    assert 64 << 10 <= decode["shared_bytes"] <= SHARED_BYTES[capability], decode
+    assert decode["opcodes"]["LDGSTS"] > 0, decode  # asynchronous copies
+    assert decode["spilled_bytes"] <= 1024, decode
+    assert append["spilled_bytes"] == combine["spilled_bytes"] == 0
 
 
 def test_float32_is_multiplied_exactly_and_fits():

@@ -6,7 +6,7 @@ from torch import Tensor
 from flash_kernel.autograd import attend
 from flash_kernel.cache import Cache, append_rows, cached_lengths, keys_and_values
 from flash_kernel.dispatch import Plan, Request, describe
-from flash_kernel.packed import modifiers_of
+from flash_kernel.packed import by_sequence, modifiers_of
 from flash_kernel.variant import Modifiers, Variant
 
 
@@ -20,7 +20,14 @@ def describe_cached(
 
 def append_to_cache(impl: str, cache: Cache, k: Tensor, v: Tensor) -> None:
     """Write new keys and values ``[B, H_kv, M_new, D]`` behind the cached ones, in place."""
-    append_rows(cache, k, v, cached_lengths(cache, k.shape[2]))
+    if impl != "triton":
+        append_rows(cache, k, v, cached_lengths(cache, k.shape[2]))
+        return
+    from flash_kernel._triton.launch_decode import launch_append
+
+    if cache.seqlens.device.type == "cpu":
+        cached_lengths(cache, k.shape[2])
+    launch_append(k, v, *cache)
 
 
 def attend_to_cache(
@@ -36,6 +43,13 @@ def attend_to_cache(
 
     ``cache.seqlens`` are those before ``num_new`` keys were appended to each sequence.
     """
+    if plan.impl == "triton":
+        from flash_kernel._triton.launch_decode import launch_decode
+
+        if cache.seqlens.device.type == "cpu":
+            cached_lengths(cache, num_new)
+        by_batch = by_sequence(modifiers, *q.shape[:2])
+        return launch_decode(q, *cache, num_new, variant, by_batch, num_splits=num_splits)
     results = []
     for i, length in enumerate(cached_lengths(cache, num_new)):
         k, v = keys_and_values(cache, i, length + num_new)

@@ -9,8 +9,9 @@ from flash_kernel.autocast import autocast, is_autocast
 from flash_kernel.cache import Cache, check_cache
 from flash_kernel.decode import append_to_cache, attend_to_cache, describe_cached
 from flash_kernel.dispatch import resolve
+from flash_kernel.sequence_ops import cached_forward_appending_op, cached_forward_op
 from flash_kernel.validation import check_options
-from flash_kernel.variant import Modifiers, make_variant
+from flash_kernel.variant import Modifiers, Variant, make_variant
 
 MAX_SPLITS = 128
 
@@ -146,14 +147,39 @@ def flash_attention_with_kvcache(
     variant = make_variant(
         q.shape[-1], is_causal=is_causal, scale=scale, window=window, softcap=softcap
     )
+    with torch.autocast(q.device.type, enabled=False):
+        o, lse = _dispatched(
+            q, cache, k, v, variant, modifiers, num_splits, return_lse=return_lse, impl=impl
+        )
+    return o if lse is None or not return_lse else (o, lse)
+
+
+def _dispatched(
+    q: Tensor,
+    cache: Cache,
+    k: Tensor | None,
+    v: Tensor | None,
+    variant: Variant,
+    modifiers: Modifiers,
+    num_splits: int | None,
+    *,
+    return_lse: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Append, and return o and lse from whichever implementation the call gets."""
+    if torch.compiler.is_compiling():
+        extras = (modifiers.alibi_slopes, modifiers.sinks, *variant, num_splits, impl)
+        if k is None or v is None:
+            o, lse = cached_forward_op(q, *cache, *extras)
+        else:
+            o, lse = cached_forward_appending_op(q, *cache, *extras, k, v)
+        return o, lse
     request = describe_cached(q, cache, variant, modifiers, return_lse=return_lse)
     plan = resolve(request, impl=impl, backward="auto")
-    with torch.autocast(q.device.type, enabled=False):
-        if k is not None and v is not None:
-            append_to_cache(plan.impl, cache, k, v)
-        num_new = 0 if k is None else k.shape[2]
-        o, lse = attend_to_cache(plan, q, cache, num_new, variant, modifiers, num_splits)
-    return o if lse is None or not return_lse else (o, lse)
+    if k is not None and v is not None:
+        append_to_cache(plan.impl, cache, k, v)
+    num_new = 0 if k is None else k.shape[2]
+    return attend_to_cache(plan, q, cache, num_new, variant, modifiers, num_splits)
 
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:

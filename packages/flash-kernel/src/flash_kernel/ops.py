@@ -16,12 +16,12 @@ from flash_kernel.dispatch import describe, resolve
 from flash_kernel.variant import Modifiers, Variant
 
 
-def _laid_out_like(promised: Tensor, result: Tensor) -> Tensor:
+def laid_out_like(promised: Tensor, result: Tensor) -> Tensor:
     """Give a result the strides that the fakes promise; the kernels' results have them already."""
     return result if result.stride() == promised.stride() else promised.copy_(result)
 
 
-def _empty_output(q: Tensor, v: Tensor) -> Tensor:
+def empty_output(q: Tensor, v: Tensor) -> Tensor:
     """Return an ``o`` with the layout of q, or contiguous where v is of another width."""
     if v.shape[-1] == q.shape[-1]:
         return torch.empty_like(q)
@@ -52,7 +52,7 @@ def forward_op(
     request = describe(q, k, v, variant, modifiers, return_lse=True)
     plan = resolve(request, impl=impl, backward=backward)
     o, lse = run_forward(plan.impl, q, k, v, variant, modifiers)
-    return _laid_out_like(_empty_output(q, v), o), lse.contiguous()
+    return laid_out_like(empty_output(q, v), o), lse.contiguous()
 
 
 @forward_op.register_fake
@@ -72,7 +72,7 @@ def _(
     backward: str,
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    return _empty_output(q, v), q.new_empty(q.shape[:-1], dtype=lse_dtype)
+    return empty_output(q, v), q.new_empty(q.shape[:-1], dtype=lse_dtype)
 
 
 @torch.library.custom_op("flash_kernel::backward", mutates_args=())
@@ -109,9 +109,9 @@ def backward_op(
     chosen = "dense" if plan.backward == "autograd" else plan.backward
     gradients = run_backward(chosen, q, k, v, o, lse, do, dlse, variant, modifiers)
     promised = [torch.empty_like(x) for x in (q, k, v)]
-    results = [_laid_out_like(x, dx) for x, dx in zip(promised, gradients[:3], strict=True)]
+    results = [laid_out_like(x, dx) for x, dx in zip(promised, gradients[:3], strict=True)]
     if bias is not None and trains_bias and gradients.dbias is not None:
-        results.append(_laid_out_like(torch.empty_like(bias), gradients.dbias.to(bias.dtype)))
+        results.append(laid_out_like(torch.empty_like(bias), gradients.dbias.to(bias.dtype)))
     if sinks is not None and gradients.dsinks is not None:
         results.append(gradients.dsinks.to(sinks.dtype))
     return results

@@ -6,7 +6,6 @@ sequence b has the rows ``cu_seqlens[b] .. cu_seqlens[b + 1]``.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,18 +19,9 @@ from flash_kernel.validation import (
     check_shared,
     checked_kv_heads,
 )
-from flash_kernel.variant import Modifiers
+from flash_kernel.variant import Modifiers, Packing
 
 INTEGERS = (torch.int32, torch.int64)
-
-
-class Packing(NamedTuple):
-    """Where the sequences of packed queries and keys lie."""
-
-    cu_seqlens_q: Tensor  # int32 or int64 [B + 1]
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int | None = None  # no sequence is longer; None: not said
-    max_seqlen_k: int | None = None
 
 
 def check_packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers) -> None:
@@ -138,6 +128,14 @@ def split_packed(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 def join_packed(parts: Sequence[Tensor]) -> Tensor:
     """Undo `split_packed`."""
     return torch.cat([part[0].transpose(0, 1) for part in parts])
+
+
+def by_sequence(modifiers: Modifiers, batch: int, num_heads: int) -> Modifiers:
+    """Return the modifiers as the kernels take them, slopes as float32 ``[B, H]``."""
+    slopes, sinks = modifiers.alibi_slopes, modifiers.sinks
+    if slopes is not None:
+        slopes = slopes.float().expand(batch, num_heads)
+    return Modifiers(slopes, None, None, None if sinks is None else sinks.float())
 
 
 def modifiers_of(modifiers: Modifiers, sequence: int) -> Modifiers:

@@ -6,11 +6,26 @@ import torch
 from torch import Tensor
 
 from flash_kernel.autograd import attend, run_backward, run_forward
-from flash_kernel.dispatch import Plan
+from flash_kernel.dispatch import Plan, Request, describe
 from flash_kernel.gradients import Gradients
-from flash_kernel.packed import Packing, join_packed, lengths_of, modifiers_of, split_packed
+from flash_kernel.packed import (
+    as_one_batch,
+    by_sequence,
+    join_packed,
+    lengths_of,
+    modifiers_of,
+    split_packed,
+)
 from flash_kernel.second_order import refuse_second_order
-from flash_kernel.variant import Modifiers, Variant
+from flash_kernel.variant import Modifiers, Packing, Variant
+
+
+def describe_packed(
+    q: Tensor, k: Tensor, v: Tensor, variant: Variant, modifiers: Modifiers, *, return_lse: bool
+) -> Request:
+    """Return the request that valid tensors make."""
+    request = describe(*as_one_batch(q, k, v), variant, modifiers, return_lse=return_lse)
+    return request._replace(layout="packed")
 
 
 def attend_packed(
@@ -24,7 +39,8 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor | None]:
     """Carry out a plan: return ``o [total_q, H, D_v]`` and, where there is one, ``lse``."""
     if plan.backward != "autograd":
-        o, lse = PackedAttention.apply(q, k, v, *modifiers, *packing, variant, plan)
+        slopes, _, _, sinks = modifiers
+        o, lse = PackedAttention.apply(q, k, v, slopes, sinks, packing, variant, plan)
         return o, lse
     parts = [
         attend(plan, *tensors, variant, modifiers_of(modifiers, i))
@@ -39,42 +55,35 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         alibi_slopes: Tensor | None,
-        bias: Tensor | None,
-        mask: Tensor | None,
         sinks: Tensor | None,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int | None,
-        max_seqlen_k: int | None,
+        packing: Packing,
         variant: Variant,
         plan: Plan,
     ) -> tuple[Tensor, Tensor]:
-        """Return ``o [total_q, H, D_v]`` and ``lse [H, total_q]``."""
-        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        modifiers = Modifiers(alibi_slopes, bias, mask, sinks)
-        return run_packed_forward(plan.impl, q, k, v, packing, variant, modifiers)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Save q, k, v, the modifiers, where the sequences lie, o and lse."""
-        *tensors, _, _, ctx.variant, ctx.plan = inputs
-        ctx.save_for_backward(*tensors, *output)
+        """Return ``o [total_q, H, D_v]`` and ``lse [H, total_q]``; save what the backward needs."""
+        modifiers = Modifiers(alibi_slopes, None, None, sinks)
+        o, lse = run_packed_forward(plan.impl, q, k, v, packing, variant, modifiers)
+        ctx.variant, ctx.plan = variant, plan
+        ctx.save_for_backward(q, k, v, alibi_slopes, sinks, *packing[:2], o, lse)
         ctx.set_materialize_grads(False)
+        return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return dq, dk, dv and the gradient of sinks."""
         refuse_second_order()
-        q, k, v, *modifiers, cu_seqlens_q, cu_seqlens_k, o, lse = ctx.saved_tensors
+        q, k, v, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, o, lse = ctx.saved_tensors
+        modifiers = Modifiers(alibi_slopes, None, None, sinks)
         dq, dk, dv, _, dsinks = run_packed_backward(
             ctx.plan.backward, q, k, v, o, lse, torch.zeros_like(o) if do is None else do, dlse,
-            Packing(cu_seqlens_q, cu_seqlens_k), ctx.variant, Modifiers(*modifiers),
+            Packing(cu_seqlens_q, cu_seqlens_k), ctx.variant, modifiers,
         )  # fmt: skip
-        return dq, dk, dv, None, None, None, dsinks, *[None] * 6
+        return dq, dk, dv, None, dsinks, None, None, None
 
 
 def run_packed_forward(
@@ -87,6 +96,14 @@ def run_packed_forward(
     modifiers: Modifiers,
 ) -> tuple[Tensor, Tensor]:
     """Return ``o`` and ``lse`` by one implementation; nothing is recorded for autograd."""
+    if impl == "triton":
+        from flash_kernel._triton.launch import launch_forward
+
+        check_lengths(packing, q, k)
+        views = as_one_batch(q, k, v)
+        by_batch = by_sequence(modifiers, packing.cu_seqlens_q.shape[0] - 1, q.shape[1])
+        o, lse = launch_forward(*views, variant, by_batch, packing)
+        return o[0].transpose(0, 1), lse[0]
     results = [
         run_forward(impl, *tensors, variant, modifiers_of(modifiers, i))
         for i, tensors in enumerate(each_sequence(packing, q, k, v))
@@ -108,6 +125,15 @@ def run_packed_backward(
     modifiers: Modifiers,
 ) -> Gradients:
     """Return the gradients by one of the interchangeable backwards."""
+    if backward == "triton":
+        from flash_kernel._triton.launch import launch_backward
+
+        views = *as_one_batch(q, k, v), o.transpose(0, 1)[None], lse[None], do.transpose(0, 1)[None]
+        dlse = None if dlse is None else dlse[None]
+        by_batch = by_sequence(modifiers, packing.cu_seqlens_q.shape[0] - 1, q.shape[1])
+        got = launch_backward(*views, dlse, variant, by_batch, packing)
+        dq, dk, dv = (x[0].transpose(0, 1) for x in got[:3])
+        return Gradients(dq, dk, dv, None, got.dsinks)
     lengths = lengths_of(packing, "q", q.shape[0]) or [0]
     os, dos = split_packed(o, lengths), split_packed(do, lengths)
     lses = torch.split(lse[None], lengths, dim=-1)
@@ -119,9 +145,18 @@ def run_packed_backward(
         )
         for i, tensors in enumerate(each_sequence(packing, q, k, v))
     ]  # fmt: skip
-    dq, dk, dv = (join_packed(list(gradients)) for gradients in list(zip(*parts, strict=True))[:3])
-    dsinks = [part.dsinks for part in parts if part.dsinks is not None]
-    return Gradients(dq, dk, dv, None, torch.stack(dsinks).sum(0) if dsinks else None)
+    dq = join_packed([part.dq for part in parts])
+    dk = join_packed([part.dk for part in parts])
+    dv = join_packed([part.dv for part in parts])
+    by_part = [part.dsinks for part in parts if part.dsinks is not None]
+    return Gradients(dq, dk, dv, None, torch.stack(by_part).sum(0) if by_part else None)
+
+
+def check_lengths(packing: Packing, q: Tensor, k: Tensor) -> None:
+    """Check what ``cu_seqlens`` holds where that makes no GPU wait."""
+    if packing.cu_seqlens_q.device.type == "cpu":
+        lengths_of(packing, "q", q.shape[0])
+        lengths_of(packing, "k", k.shape[0])
 
 
 def each_sequence(

@@ -1,4 +1,4 @@
-"""What one attention differs in from ``softmax(scale * q k^T) v``, as two small records."""
+"""What one attention differs in from ``softmax(scale * q k^T) v``, as small records."""
 
 from typing import NamedTuple
 
@@ -38,6 +38,15 @@ class Modifiers(NamedTuple):
 
 
 PLAIN = Modifiers()
+
+
+class Packing(NamedTuple):
+    """Where packed sequences lie: sequence b from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``."""
+
+    cu_seqlens_q: Tensor  # int32 or int64 [B + 1], starts at 0
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | None = None  # no sequence is longer; None: not said
+    max_seqlen_k: int | None = None
 
 
 def make_variant(

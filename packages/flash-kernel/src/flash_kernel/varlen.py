@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from flash_kernel.autocast import autocast, is_autocast
-from flash_kernel.dispatch import Options, Plan, describe, resolve
-from flash_kernel.packed import Packing, as_one_batch, check_packed
-from flash_kernel.packed_autograd import attend_packed
+from flash_kernel.dispatch import Options, resolve
+from flash_kernel.packed import check_packed
+from flash_kernel.packed_autograd import attend_packed, describe_packed
+from flash_kernel.sequence_ops import packed_forward_op
 from flash_kernel.validation import check_options
-from flash_kernel.variant import Modifiers, Variant, make_variant
+from flash_kernel.variant import Modifiers, Packing, Variant, make_variant
 
 
 @overload
@@ -138,18 +139,35 @@ def _dispatched(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers, options: Options
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and lse from whichever implementation the call gets."""
-    plan, variant = checked_packed_plan(q, k, v, packing, modifiers, options)
-    return attend_packed(plan, q, k, v, packing, variant, modifiers)
-
-
-def checked_packed_plan(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers, options: Options
-) -> tuple[Plan, Variant]:
-    """Check the inputs and return the plan for them."""
     check_packed(q, k, v, packing, modifiers)
     wishes = {name: getattr(options, name) for name in ("is_causal", "scale", "window", "softcap")}
     check_options(**wishes)
     variant = make_variant(q.shape[-1], **wishes)
-    request = describe(*as_one_batch(q, k, v), variant, modifiers, return_lse=options.return_lse)
-    plan = resolve(request._replace(layout="packed"), impl=options.impl, backward=options.backward)
-    return plan, variant
+    if torch.compiler.is_compiling():
+        return _traced(q, k, v, packing, modifiers, variant, options)
+    request = describe_packed(q, k, v, variant, modifiers, return_lse=options.return_lse)
+    plan = resolve(request, impl=options.impl, backward=options.backward)
+    return attend_packed(plan, q, k, v, packing, variant, modifiers)
+
+
+def _traced(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    modifiers: Modifiers,
+    variant: Variant,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse inside ``torch.compile``, by our operator."""
+    if options.impl == "torch":
+        msg = (
+            "impl='torch' walks packed sequences one by one, which torch.compile cannot trace. "
+            "Pass impl='auto' or impl='reference'."
+        )
+        raise ValueError(msg)
+    o, lse = packed_forward_op(
+        q, k, v, *packing, modifiers.alibi_slopes, modifiers.sinks, *variant, options.impl,
+        options.backward,
+    )  # fmt: skip
+    return o, lse

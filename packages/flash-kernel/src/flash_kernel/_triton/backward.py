@@ -18,8 +18,10 @@ from flash_kernel._triton.primitives import (
     LOG2_E,
     bias_scores,
     cap_scores,
+    find_sequence,
     head_and_tile,
     key_range,
+    last_tile_first,
     load_rows,
     modifiers_of,
     query_range,
@@ -42,13 +44,13 @@ def flash_attention_row_statistics_kernel(
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    batch_head, tile = head_and_tile()
+    batch_head, tile = head_and_tile(SPEC)
     batch = (batch_head // num_heads).to(tl.int32)
     head = (batch_head % num_heads).to(tl.int32)
     row = tile * BLOCK_M
     rows = row + tl.arange(0, BLOCK_M)
-    o_rows = rows_of(o, o_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
-    do_rows = rows_of(do, do_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
+    o_rows = rows_of(o, o_strides, batch, head, 0, seqlen_q, HEAD_DIM_V, SPEC)
+    do_rows = rows_of(do, do_strides, batch, head, 0, seqlen_q, HEAD_DIM_V, SPEC)
     o_i = load_rows(o_rows, row, BLOCK_M, BLOCK_DV, SPEC)
     do_i = load_rows(do_rows, row, BLOCK_M, BLOCK_DV, SPEC)
     delta = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), axis=1)
@@ -62,10 +64,17 @@ def flash_attention_row_statistics_kernel(
 
 
 @triton.jit
-def load_row_statistics(statistics_ptr, row, padded_q, SPEC: tl.constexpr):
+def load_row_statistics(statistics_ptr, row, padded_q, seqlen_q, SPEC: tl.constexpr):
     """Return lse and delta of one query tile, both ``[BLOCK_M]``."""
     rows = row + tl.arange(0, SPEC.BLOCK_M)
-    return tl.load(statistics_ptr + rows), tl.load(statistics_ptr + padded_q + rows)
+    if SPEC.IS_PACKED:  # past the end lie another sequence's
+        inside = rows < seqlen_q
+        lse = tl.load(statistics_ptr + rows, mask=inside, other=INF)
+        delta = tl.load(statistics_ptr + padded_q + rows, mask=inside, other=0.0)
+    else:
+        lse = tl.load(statistics_ptr + rows)
+        delta = tl.load(statistics_ptr + padded_q + rows)
+    return lse, delta
 
 
 @triton.jit
@@ -130,7 +139,7 @@ def accumulate_dk_dv(
         row = tl.multiple_of(row, BLOCK_M)
         rows = (row + tl.arange(0, BLOCK_M))[None, :]
         q_i = load_rows(q, row, BLOCK_M, BLOCK_D, SPEC)
-        lse, delta = load_row_statistics(statistics_ptr, row, padded_q, SPEC)
+        lse, delta = load_row_statistics(statistics_ptr, row, padded_q, q.num_rows, SPEC)
         s_t = tl.dot(k_j, q_i.T, input_precision=SPEC.PRECISION)
         p_t, capped = rebuild_p(
             s_t, lse[None, :], rows, cols, q.num_rows, seqlen_k, scale, scale_log2, modifiers,
@@ -148,18 +157,19 @@ def accumulate_dk_dv(
 @triton.jit
 def accumulate_head(
     dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides,
-    do_strides, slope_strides, bias_strides, mask_strides, batch, head, batch_head, col, seqlen_q,
-    padded_q, seqlen_k, scale, scale_log2, left, right, softcap, SPEC: tl.constexpr,
+    do_strides, slope_strides, bias_strides, mask_strides, batch, head, batch_head, sequence, col,
+    q_start, seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap,
+    SPEC: tl.constexpr,
 ):  # fmt: skip
     """Add all rows of one query head that see a key tile to its dk and dv."""
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    q_rows = rows_of(q, q_strides, batch, head, seqlen_q, HEAD_DIM, SPEC)
-    do_rows = rows_of(do, do_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
-    statistics_ptr += batch_head * 2 * padded_q
+    q_rows = rows_of(q, q_strides, batch, head, q_start, seqlen_q, HEAD_DIM, SPEC)
+    do_rows = rows_of(do, do_strides, batch, head, q_start, seqlen_q, HEAD_DIM_V, SPEC)
+    statistics_ptr += batch_head * 2 * padded_q + q_start
     modifiers = modifiers_of(
         left, right, softcap, slopes_ptr, bias_ptr, mask_ptr, slope_strides, bias_strides,
-        mask_strides, batch, head, SPEC,
+        mask_strides, sequence, head, SPEC,
     )  # fmt: skip
     # rows past the end have p = 0 and keys past the end are not stored: neither needs a mask
     start, full_start, full_end, end = query_range(col, seqlen_q, seqlen_k, modifiers, SPEC)
@@ -181,31 +191,50 @@ def accumulate_head(
     return dk_j, dv_j
 
 
-@triton.jit(do_not_specialize=["num_heads_k", "group", "seqlen_q", "seqlen_k", "left", "right"])
+@triton.jit(
+    do_not_specialize=[
+        "num_heads_k",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "num_sequences",
+        "left",
+        "right",
+    ]
+)
 def flash_attention_dk_dv_kernel(
-    q, k, v, do, dk, dv, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
-    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, slope_strides,
-    bias_strides, mask_strides, num_heads_k, group, seqlen_q, padded_q, seqlen_k, scale, scale_log2,
-    left, right, softcap, SPEC: tl.constexpr,
+    q, k, v, do, dk, dv, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    slope_strides, bias_strides, mask_strides, num_heads_k, group, seqlen_q, padded_q, seqlen_k,
+    num_sequences, scale, scale_log2, left, right, softcap, SPEC: tl.constexpr,
 ):  # fmt: skip
     """dk and dv, one key tile a program; grid ``(batch * num_heads_k, cdiv(seqlen_k, BLOCK_N))``.
 
-    The ``group`` query heads that share the keys are walked one after the other.
+    The ``group`` query heads that share the keys are walked one after the other.  Packed sequences
+    take a grid ``(slots, num_heads_k)``.
     """
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    batch_head, tile = head_and_tile()
+    batch_head, tile = head_and_tile(SPEC)
     batch = (batch_head // num_heads_k).to(tl.int32)
     head_k = (batch_head % num_heads_k).to(tl.int32)
+    found, tile = find_sequence(
+        tile, batch, seqlen_q, seqlen_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_sequences, True,
+        SPEC,
+    )  # fmt: skip
+    sequence, q_start, seqlen_q, k_start, seqlen_k = found
+    if SPEC.IS_PACKED:  # noqa: SIM102 - what is not packed must not even compare
+        if tile * BLOCK_N >= seqlen_k:
+            return
     col = tile * BLOCK_N
 
-    k_rows = rows_of(k, k_strides, batch, head_k, seqlen_k, HEAD_DIM, SPEC)
-    v_rows = rows_of(v, v_strides, batch, head_k, seqlen_k, HEAD_DIM_V, SPEC)
-    dk_rows = rows_of(dk, dk_strides, batch, head_k, seqlen_k, HEAD_DIM, SPEC)
-    dv_rows = rows_of(dv, dv_strides, batch, head_k, seqlen_k, HEAD_DIM_V, SPEC)
+    k_rows = rows_of(k, k_strides, batch, head_k, k_start, seqlen_k, HEAD_DIM, SPEC)
+    v_rows = rows_of(v, v_strides, batch, head_k, k_start, seqlen_k, HEAD_DIM_V, SPEC)
+    dk_rows = rows_of(dk, dk_strides, batch, head_k, k_start, seqlen_k, HEAD_DIM, SPEC)
+    dv_rows = rows_of(dv, dv_strides, batch, head_k, k_start, seqlen_k, HEAD_DIM_V, SPEC)
     k_j = load_rows(k_rows, col, BLOCK_N, BLOCK_D, SPEC)
     v_j = load_rows(v_rows, col, BLOCK_N, BLOCK_DV, SPEC)
     dk_j = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -216,14 +245,15 @@ def flash_attention_dk_dv_kernel(
             dk_j, dv_j = accumulate_head(
                 dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
                 q_strides, do_strides, slope_strides, bias_strides, mask_strides, batch,
-                head_k * group + member, batch_head * group + member, col, seqlen_q, padded_q,
-                seqlen_k, scale, scale_log2, left, right, softcap, SPEC,
+                head_k * group + member, batch_head * group + member, sequence, col, q_start,
+                seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap, SPEC,
             )  # fmt: skip
     else:
         dk_j, dv_j = accumulate_head(
             dk_j, dv_j, k_j, v_j, q, do, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, q_strides,
-            do_strides, slope_strides, bias_strides, mask_strides, batch, head_k, batch_head, col,
-            seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right, softcap, SPEC,
+            do_strides, slope_strides, bias_strides, mask_strides, batch, head_k, batch_head,
+            sequence, col, q_start, seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right,
+            softcap, SPEC,
         )  # fmt: skip
     store_rows(dk_rows, dk_j * scale, col, BLOCK_N, BLOCK_D, SPEC)
     store_rows(dv_rows, dv_j, col, BLOCK_N, BLOCK_DV, SPEC)
@@ -254,44 +284,66 @@ def accumulate_dq(
     return dq_i
 
 
-@triton.jit(do_not_specialize=["num_heads", "group", "seqlen_q", "seqlen_k", "left", "right"])
+@triton.jit(
+    do_not_specialize=[
+        "num_heads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "num_sequences",
+        "left",
+        "right",
+    ]
+)
 def flash_attention_dq_kernel(
-    q, k, v, do, dq, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
-    q_strides, k_strides, v_strides, do_strides, dq_strides, slope_strides, bias_strides,
-    mask_strides, num_heads, group, seqlen_q, padded_q, seqlen_k, scale, scale_log2, left, right,
-    softcap, SPEC: tl.constexpr,
+    q, k, v, do, dq, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides, slope_strides,
+    bias_strides, mask_strides, num_heads, group, seqlen_q, padded_q, seqlen_k, num_sequences,
+    scale, scale_log2, left, right, softcap, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """dq, one query tile a program; grid ``(batch * num_heads, cdiv(seqlen_q, BLOCK_M))``."""
+    """dq, one query tile a program; grid ``(batch * num_heads, cdiv(seqlen_q, BLOCK_M))``.
+
+    Packed sequences take ``(slots, num_heads)``.
+    """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    batch_head, tile = head_and_tile()
+    batch_head, tile = head_and_tile(SPEC)
     if SPEC.HAS_RIGHT:
-        tile = tl.num_programs(1) - 1 - tile  # the longest rows start first
+        tile = last_tile_first(tile, SPEC)
     batch = (batch_head // num_heads).to(tl.int32)
     head = (batch_head % num_heads).to(tl.int32)
+    found, tile = find_sequence(
+        tile, batch, seqlen_q, seqlen_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_sequences, False,
+        SPEC,
+    )  # fmt: skip
+    sequence, q_start, seqlen_q, k_start, seqlen_k = found
+    if SPEC.IS_PACKED:  # noqa: SIM102 - what is not packed must not even compare
+        if tile * BLOCK_M >= seqlen_q:
+            return
     row = tile * BLOCK_M
 
-    q_rows = rows_of(q, q_strides, batch, head, seqlen_q, HEAD_DIM, SPEC)
-    k_rows = rows_of(k, k_strides, batch, head // group, seqlen_k, HEAD_DIM, SPEC)
-    v_rows = rows_of(v, v_strides, batch, head // group, seqlen_k, HEAD_DIM_V, SPEC)
-    do_rows = rows_of(do, do_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
-    dq_rows = rows_of(dq, dq_strides, batch, head, seqlen_q, HEAD_DIM, SPEC)
+    q_rows = rows_of(q, q_strides, batch, head, q_start, seqlen_q, HEAD_DIM, SPEC)
+    k_rows = rows_of(k, k_strides, batch, head // group, k_start, seqlen_k, HEAD_DIM, SPEC)
+    v_rows = rows_of(v, v_strides, batch, head // group, k_start, seqlen_k, HEAD_DIM_V, SPEC)
+    do_rows = rows_of(do, do_strides, batch, head, q_start, seqlen_q, HEAD_DIM_V, SPEC)
+    dq_rows = rows_of(dq, dq_strides, batch, head, q_start, seqlen_q, HEAD_DIM, SPEC)
     modifiers = modifiers_of(
         left, right, softcap, slopes_ptr, bias_ptr, mask_ptr, slope_strides, bias_strides,
-        mask_strides, batch, head, SPEC,
+        mask_strides, sequence, head, SPEC,
     )  # fmt: skip
 
     q_i = load_rows(q_rows, row, BLOCK_M, BLOCK_D, SPEC)
     do_i = load_rows(do_rows, row, BLOCK_M, BLOCK_DV, SPEC)
     lse, delta = load_row_statistics(
-        statistics_ptr + batch_head * 2 * padded_q, row, padded_q, SPEC
+        statistics_ptr + batch_head * 2 * padded_q + q_start, row, padded_q, seqlen_q, SPEC
     )
     dq_i = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    start, full_start, full_end, end = key_range(row, seqlen_q, seqlen_k, modifiers, SPEC)
+    last_row = row + BLOCK_M - 1
+    start, full_start, full_end, end = key_range(row, last_row, seqlen_q, seqlen_k, modifiers, SPEC)
     if SPEC.HAS_LEFT:
         dq_i = accumulate_dq(
             dq_i, q_i, do_i, lse, delta, k_rows, v_rows, row, start, tl.minimum(full_start, end),

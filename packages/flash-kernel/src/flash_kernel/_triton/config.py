@@ -29,6 +29,8 @@ class KernelSpec:
     HAS_BIAS: bool = False
     HAS_MASK: bool = False
     HAS_SINKS: bool = False
+    PAGE_SIZE: int = 0  # key rows of a page, where k and v lie in pages; 0: they do not
+    IS_PACKED: bool = False  # sequences lie one after the other in tensors of batch 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,22 @@ _FLOAT32_LARGE = _FLOAT32_SMALL | {256: _configs((32, 16, 4, 1), (16, 32, 4, 1),
 FLOAT32 = dict.fromkeys(("hopper", "blackwell", "ampere"), _FLOAT32_LARGE)
 FLOAT32["portable"] = _FLOAT32_SMALL
 
+# (BLOCK_N, warps, stages) of the decode kernel, by generation and BLOCK_D: as many bytes of the
+# cache on their way at once as keep memory busy.  A float32 tile has half the keys.
+DECODE = {
+    "hopper": {64: (128, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)},
+    "blackwell": {64: (128, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)},
+    "ampere": {64: (64, 4, 3), 128: (64, 4, 3), 256: (32, 4, 3)},
+    "portable": {64: (64, 4, 1), 128: (32, 4, 1), 256: (32, 4, 1)},
+}
+DECODE_BLOCK_M = 64  # query rows of a decode tile, at most
+SMALLEST_SPLIT = 256  # keys that a program is worth starting for; whole tiles of every table
+SPLIT_PROGRAMS = 256  # programs that one sequence is split into: enough to fill a large GPU
+COMBINE_ELEMENTS = 4096  # of a tile of the kernel that joins the splits
+
+# rows that a descriptor of packed sequences pretends to have; see `prepared.describe_packed`
+PACKED_ROWS = 1 << 30
+
 MAX_TILES = 65535  # programs along the second axis of a grid, that of the tiles
 
 
@@ -125,6 +143,19 @@ def configs_for(head_dim: int, dtype: torch.dtype, capability: int) -> KernelCon
     table = FLOAT32 if dtype == torch.float32 else HALF_PRECISION
     of_device = table[generation(capability)]
     return of_device.get(max(64, padded_head_dim(head_dim)))
+
+
+def decode_config(
+    head_dim: int, dtype: torch.dtype, capability: int, num_rows: int, *, is_paged: bool = False
+) -> BlockConfig:
+    """Return the configuration of a decode tile of a group's ``num_rows`` queries."""
+    of_device = DECODE[generation(capability)]
+    block_n, num_warps, num_stages = of_device[max(64, padded_head_dim(head_dim))]
+    block_m = min(DECODE_BLOCK_M, padded_head_dim(num_rows))
+    block_n = block_n // 2 if dtype == torch.float32 else block_n
+    if is_paged:  # Triton halves the stages where addresses are themselves loaded
+        num_stages = 2 * num_stages - 1
+    return BlockConfig(block_m, block_n, num_warps, num_stages)
 
 
 def max_head_dim(dtype: torch.dtype, capability: int) -> int:

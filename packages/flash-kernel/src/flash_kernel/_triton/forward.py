@@ -19,8 +19,10 @@ from flash_kernel._triton.primitives import (
     LOG2_E,
     bias_scores,
     cap_scores,
+    find_sequence,
     head_and_tile,
     key_range,
+    last_tile_first,
     load_rows,
     modifiers_of,
     online_softmax_step,
@@ -32,14 +34,16 @@ from flash_kernel._triton.primitives import (
 
 @triton.jit
 def attend(
-    m_i, l_i, acc, q_i, k, v, row, start, end, seqlen_q, scale, scale_log2, modifiers,
+    m_i, l_i, acc, q_i, k, v, rows, start, end, seqlen_q, scale, scale_log2, modifiers,
     MASKED: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys ``[start, end)``, tile by tile, into the running softmax of one query tile."""
+    """Fold the keys ``[start, end)``, tile by tile, into the running softmax of one query tile.
+
+    ``rows [BLOCK_M, 1]`` numbers the tile's queries within their sequence.
+    """
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
-    rows = (row + tl.arange(0, SPEC.BLOCK_M))[:, None]
     for col in tl.range(start, end, BLOCK_N):
         cols = (col + tl.arange(0, BLOCK_N))[None, :]
         k_j = load_rows(k, col, BLOCK_N, BLOCK_D, SPEC)
@@ -56,6 +60,27 @@ def attend(
 
 
 @triton.jit
+def attend_range(
+    m_i, l_i, acc, q_i, k, v, rows, start, full_start, full_end, end, seqlen_q, scale, scale_log2,
+    modifiers, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys of a `key_range`: tiles that need the mask, and those between that do not."""
+    if SPEC.HAS_LEFT:
+        m_i, l_i, acc = attend(
+            m_i, l_i, acc, q_i, k, v, rows, start, tl.minimum(full_start, end), seqlen_q, scale,
+            scale_log2, modifiers, True, SPEC,
+        )  # fmt: skip
+    m_i, l_i, acc = attend(
+        m_i, l_i, acc, q_i, k, v, rows, full_start, full_end, seqlen_q, scale, scale_log2,
+        modifiers, False, SPEC,
+    )  # fmt: skip
+    return attend(
+        m_i, l_i, acc, q_i, k, v, rows, tl.maximum(full_start, full_end), end, seqlen_q, scale,
+        scale_log2, modifiers, True, SPEC,
+    )  # fmt: skip
+
+
+@triton.jit
 def fold_sink(m_i, l_i, acc, sink, scale_log2):
     """Add one more key, whose score is ``sink`` and whose value is 0, to the running softmax."""
     m_new = tl.maximum(m_i, sink * LOG2_E / scale_log2)
@@ -65,12 +90,22 @@ def fold_sink(m_i, l_i, acc, sink, scale_log2):
     return m_new, l_new, acc * alpha[:, None]
 
 
-@triton.jit(do_not_specialize=["num_heads", "group", "seqlen_q", "seqlen_k", "left", "right"])
+@triton.jit(
+    do_not_specialize=[
+        "num_heads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "num_sequences",
+        "left",
+        "right",
+    ]
+)
 def flash_attention_forward_kernel(
-    q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr,
-    q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides, mask_strides,
-    num_heads, group, seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap,
-    SPEC: tl.constexpr,
+    q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides,
+    mask_strides, num_heads, group, seqlen_q, seqlen_k, num_sequences, scale, scale_log2, left,
+    right, softcap, SPEC: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(scores) v and lse = log sum exp(scores), one query tile a program.
 
@@ -78,27 +113,37 @@ def flash_attention_forward_kernel(
     ``[1, 1, BLOCK, BLOCK_D]`` blocks; ``group`` query heads share a head of k and v.
     ``lse_ptr``: contiguous float32 ``[B, H, seqlen_q]``, in natural logarithm.  ``scale_log2`` is
     ``scale * log2(e)``; when PRESCALED, plain ``log2(e)``.  Slopes, bias, mask and sinks are passed
-    as some tensor, and not read, where SPEC says that there are none.
+    as some tensor, and not read, where SPEC says that there are none; so are ``cu_seqlens``, by
+    which packed sequences take a grid ``(slots, num_heads)``, see `sequence_and_tile`.
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    batch_head, tile = head_and_tile()
+    batch_head, tile = head_and_tile(SPEC)
     if SPEC.HAS_RIGHT:
-        tile = tl.num_programs(1) - 1 - tile  # the longest rows start first
+        tile = last_tile_first(tile, SPEC)
     batch = (batch_head // num_heads).to(tl.int32)
     head = (batch_head % num_heads).to(tl.int32)
+    lse_ptr += batch_head * seqlen_q
+    found, tile = find_sequence(
+        tile, batch, seqlen_q, seqlen_k, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_sequences, False,
+        SPEC,
+    )  # fmt: skip
+    sequence, q_start, seqlen_q, k_start, seqlen_k = found
+    if SPEC.IS_PACKED:  # noqa: SIM102 - what is not packed must not even compare
+        if tile * BLOCK_M >= seqlen_q:
+            return
     row = tile * BLOCK_M
 
-    q_rows = rows_of(q, q_strides, batch, head, seqlen_q, HEAD_DIM, SPEC)
-    k_rows = rows_of(k, k_strides, batch, head // group, seqlen_k, HEAD_DIM, SPEC)
-    v_rows = rows_of(v, v_strides, batch, head // group, seqlen_k, HEAD_DIM_V, SPEC)
-    o_rows = rows_of(o, o_strides, batch, head, seqlen_q, HEAD_DIM_V, SPEC)
+    q_rows = rows_of(q, q_strides, batch, head, q_start, seqlen_q, HEAD_DIM, SPEC)
+    k_rows = rows_of(k, k_strides, batch, head // group, k_start, seqlen_k, HEAD_DIM, SPEC)
+    v_rows = rows_of(v, v_strides, batch, head // group, k_start, seqlen_k, HEAD_DIM_V, SPEC)
+    o_rows = rows_of(o, o_strides, batch, head, q_start, seqlen_q, HEAD_DIM_V, SPEC)
     modifiers = modifiers_of(
         left, right, softcap, slopes_ptr, bias_ptr, mask_ptr, slope_strides, bias_strides,
-        mask_strides, batch, head, SPEC,
+        mask_strides, sequence, head, SPEC,
     )  # fmt: skip
 
     q_i = load_rows(q_rows, row, BLOCK_M, BLOCK_D, SPEC)
@@ -106,19 +151,12 @@ def flash_attention_forward_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-    start, full_start, full_end, end = key_range(row, seqlen_q, seqlen_k, modifiers, SPEC)
-    if SPEC.HAS_LEFT:
-        m_i, l_i, acc = attend(
-            m_i, l_i, acc, q_i, k_rows, v_rows, row, start, tl.minimum(full_start, end), seqlen_q,
-            scale, scale_log2, modifiers, True, SPEC,
-        )  # fmt: skip
-    m_i, l_i, acc = attend(
-        m_i, l_i, acc, q_i, k_rows, v_rows, row, full_start, full_end, seqlen_q, scale, scale_log2,
-        modifiers, False, SPEC,
-    )  # fmt: skip
-    m_i, l_i, acc = attend(
-        m_i, l_i, acc, q_i, k_rows, v_rows, row, tl.maximum(full_start, full_end), end, seqlen_q,
-        scale, scale_log2, modifiers, True, SPEC,
+    rows = row + tl.arange(0, BLOCK_M)
+    last_row = row + BLOCK_M - 1
+    start, full_start, full_end, end = key_range(row, last_row, seqlen_q, seqlen_k, modifiers, SPEC)
+    m_i, l_i, acc = attend_range(
+        m_i, l_i, acc, q_i, k_rows, v_rows, rows[:, None], start, full_start, full_end, end,
+        seqlen_q, scale, scale_log2, modifiers, SPEC,
     )  # fmt: skip
     if SPEC.HAS_SINKS:
         m_i, l_i, acc = fold_sink(m_i, l_i, acc, tl.load(sinks_ptr + head), scale_log2)
@@ -127,5 +165,4 @@ def flash_attention_forward_kernel(
     denominator = tl.where(l_i == 0.0, 1.0, l_i)
     store_rows(o_rows, acc * (1.0 / denominator)[:, None], row, BLOCK_M, BLOCK_DV, SPEC)
     lse_i = (m_i * scale_log2 + tl.math.log2(denominator)) * LN_2
-    rows = row + tl.arange(0, BLOCK_M)
-    tl.store(lse_ptr + batch_head * seqlen_q + rows, lse_i, mask=rows < seqlen_q)
+    tl.store(lse_ptr + q_start + rows, lse_i, mask=rows < seqlen_q)

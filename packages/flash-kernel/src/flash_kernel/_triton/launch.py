@@ -32,7 +32,7 @@ from flash_kernel._triton.prepared import (
     prepared,
 )
 from flash_kernel.gradients import Gradients, sink_gradient
-from flash_kernel.variant import PLAIN, Modifiers, Variant
+from flash_kernel.variant import PLAIN, Modifiers, Packing, Variant
 
 LOG2_E = math.log2(math.e)
 STATISTICS_CONFIG = BlockConfig(block_m=STATISTICS_BLOCK_M)
@@ -40,6 +40,9 @@ ROW_PADDING = 128  # the largest BLOCK_M: row statistics are read in whole tiles
 SMALLEST_FACTOR = torch.finfo(torch.float32).tiny
 KEY_TENSORS = ("k", "v", "dk", "dv")  # tensors whose rows are keys: they come in tiles of BLOCK_N
 VALUE_TENSORS = ("v", "o", "do", "dv")  # tensors as wide as v
+# making a descriptor at each launch takes the host longer than so few rows take the GPU; of rows
+# alone, not of heads or batch, since a row's result must not depend on how many there are
+SHORT_ROWS = 256
 ABSENT = (0, 0, 0, 0)  # strides of a modifier that is not there
 
 
@@ -50,6 +53,7 @@ class Options(NamedTuple):
     precision: str  # of float32 products, "ieee" or "tf32"
     configs: KernelConfigs | None  # None: the table's
     use_descriptors: bool | None  # None: if the device and the tensors' alignment allow it
+    num_sequences: int | None = None  # of packed tensors; None where they are not packed
 
 
 def launch_forward(
@@ -58,23 +62,27 @@ def launch_forward(
     v: Tensor,
     variant: Variant,
     modifiers: Modifiers = PLAIN,
+    packing: Packing | None = None,
     *,
     configs: KernelConfigs | None = None,
     use_descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``o`` and ``lse`` of ``q [B, H, M, D]``, ``k [B, H_kv, N, D]``, ``v [.., N, D_v]``.
 
-    ``modifiers`` are those of `as_pairs`.  ``configs`` and ``use_descriptors`` override what the
-    device and the tensors' alignment suggest; every choice gives the same values up to rounding.
+    ``modifiers`` are those of `as_pairs`.  Where ``packing`` is given, the tensors have batch 1 and
+    hold sequences one after the other, and slopes are ``[sequences, H]``.  ``configs`` and
+    ``use_descriptors`` override what the device and the tensors' alignment suggest; every choice
+    gives the same values up to rounding.
     """
-    o = empty_like_q(q, v.shape[-1])
+    o = empty_like_q(q, v.shape[-1], rows_first=packing is not None)
     lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     if lse.numel() == 0:
         return o, lse
-    options = Options(variant, float32_precision(q.dtype), configs, use_descriptors)
-    key = ("forward", layout_key(q, k, v, *modifiers), options)
+    num_sequences, ends = sequence_ends(packing)
+    options = Options(variant, float32_precision(q.dtype), configs, use_descriptors, num_sequences)
+    key = ("forward", layout_key(q, k, v, *modifiers, *ends), options)
     launch = prepared(key, partial(prepare_forward, q, k, v, o, modifiers, options))
-    launch(q, k, v, o, lse, *(lse if x is None else x for x in modifiers))
+    launch(q, k, v, o, lse, *(lse if x is None else x for x in (*modifiers, *ends)))
     return o, lse
 
 
@@ -88,6 +96,7 @@ def launch_backward(
     dlse: Tensor | None,
     variant: Variant,
     modifiers: Modifiers = PLAIN,
+    packing: Packing | None = None,
     *,
     configs: KernelConfigs | None = None,
     use_descriptors: bool | None = None,
@@ -99,10 +108,12 @@ def launch_backward(
     """
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     statistics = launch_row_statistics(o, do, lse, dlse)
-    options = Options(variant, float32_precision(q.dtype), configs, use_descriptors)
-    key = (layout_key(q, k, v, do, *modifiers[:3]), options)
+    num_sequences, ends = sequence_ends(packing)
+    options = Options(variant, float32_precision(q.dtype), configs, use_descriptors, num_sequences)
     # a sink is one more key, of which the loops need to know no more than lse tells
-    extras = [statistics, *(statistics if x is None else x for x in modifiers[:3])]
+    buffers = (*modifiers[:3], *ends)
+    key = (layout_key(q, k, v, do, *buffers), options)
+    extras = [statistics, *(statistics if x is None else x for x in buffers)]
     if dk.numel() > 0:
         prepare_it = partial(prepare_dk_dv, q, k, v, do, dk, dv, modifiers, options)
         prepared(("dk_dv", key), prepare_it)(q, k, v, do, dk, dv, *extras)
@@ -115,10 +126,33 @@ def launch_backward(
     return Gradients(dq, dk, dv, None, dsinks)
 
 
-def empty_like_q(q: Tensor, head_dim_v: int) -> Tensor:
-    """Return an output ``[B, H, M, D_v]``, laid out like ``q`` where it is as wide."""
+def sequence_ends(packing: Packing | None) -> tuple[int | None, tuple[Tensor | None, ...]]:
+    """Return how many sequences are packed, and the two tensors that say where they end."""
+    if packing is None:
+        return None, (None, None)
+    return packing.cu_seqlens_q.shape[0] - 1, packing[:2]
+
+
+def tile_grid(
+    batch: int, num_heads: int, num_rows: int, block: int, num_sequences: int | None = None
+) -> tuple[int, int]:
+    """Return the grid of a kernel whose programs own tiles of rows, as `head_and_tile` reads it."""
+    if num_sequences is None:
+        return batch * num_heads, triton.cdiv(num_rows, block)
+    # the slots of `sequence_and_tile`: a sequence may have one that it does not need
+    return num_rows // block + num_sequences, num_heads
+
+
+def empty_like_q(q: Tensor, head_dim_v: int, *, rows_first: bool = False) -> Tensor:
+    """Return an output ``[B, H, M, D_v]``, laid out like ``q`` where it is as wide.
+
+    Elsewhere it is contiguous, or, with the rows first, as ``[B, M, H, D_v]``.
+    """
     if head_dim_v == q.shape[-1]:
         return torch.empty_like(q)
+    if rows_first:
+        shape = (q.shape[0], q.shape[2], q.shape[1], head_dim_v)
+        return torch.empty(shape, device=q.device, dtype=q.dtype).transpose(1, 2)
     return torch.empty((*q.shape[:3], head_dim_v), device=q.device, dtype=q.dtype)
 
 
@@ -148,12 +182,12 @@ def prepare_forward(
     spec = kernel_spec(q, v, config, modifiers, options)
     # folded into the exponential, a factor of 0 would make NaN of hidden scores, which are -inf
     prescaled = spec.PRESCALED or scale * LOG2_E < SMALLEST_FACTOR
-    scalars = (num_heads, num_heads // k.shape[1], seqlen_q, k.shape[2])
+    scalars = (num_heads, num_heads // k.shape[1], seqlen_q, k.shape[2], options.num_sequences or 0)
     return prepare(
         flash_attention_forward_kernel,
-        (batch * num_heads, triton.cdiv(seqlen_q, config.block_m)),
+        tile_grid(batch, num_heads, seqlen_q, config.block_m, options.num_sequences),
         {"q": q, "k": k, "v": v, "o": o},
-        5,
+        7,
         modifiers,
         (*scalars, scale, LOG2_E if prescaled else scale * LOG2_E, *window_scalars(options)),
         config,
@@ -179,11 +213,11 @@ def prepare_dk_dv(
     scalars = (num_heads_k, q.shape[1] // num_heads_k, seqlen_q, padded_rows(seqlen_q), seqlen_k)
     return prepare(
         flash_attention_dk_dv_kernel,
-        (batch * num_heads_k, triton.cdiv(seqlen_k, config.block_n)),
+        tile_grid(batch, num_heads_k, seqlen_k, config.block_n, options.num_sequences),
         {"q": q, "k": k, "v": v, "do": do, "dk": dk, "dv": dv},
-        4,
+        6,
         modifiers,
-        (*scalars, scale, scale * LOG2_E, *window_scalars(options)),
+        (*scalars, options.num_sequences or 0, scale, scale * LOG2_E, *window_scalars(options)),
         config,
         dataclasses.replace(
             kernel_spec(q, v, config, modifiers, options), IS_GROUPED=q.shape[1] > num_heads_k
@@ -208,11 +242,11 @@ def prepare_dq(
     scalars = (num_heads, num_heads // k.shape[1], seqlen_q, padded_rows(seqlen_q), k.shape[2])
     return prepare(
         flash_attention_dq_kernel,
-        (batch * num_heads, triton.cdiv(seqlen_q, config.block_m)),
+        tile_grid(batch, num_heads, seqlen_q, config.block_m, options.num_sequences),
         {"q": q, "k": k, "v": v, "do": do, "dq": dq},
-        4,
+        6,
         modifiers,
-        (*scalars, scale, scale * LOG2_E, *window_scalars(options)),
+        (*scalars, options.num_sequences or 0, scale, scale * LOG2_E, *window_scalars(options)),
         config,
         kernel_spec(q, v, config, modifiers, options),
         options.use_descriptors,
@@ -226,7 +260,7 @@ def prepare_row_statistics(o: Tensor, do: Tensor, has_dlse: bool) -> PreparedLau
     options = Options(Variant(1.0), "ieee", None, use_descriptors=False)
     return prepare(
         flash_attention_row_statistics_kernel,
-        (batch * num_heads, triton.cdiv(padded_q, STATISTICS_CONFIG.block_m)),
+        tile_grid(batch, num_heads, padded_q, STATISTICS_CONFIG.block_m),
         {"o": o, "do": do},
         3,
         None,
@@ -254,13 +288,15 @@ def prepare(
     the tensors that follow, which are always passed as pointers.
     """
     if use_descriptors is None:
-        use_descriptors = can_use_descriptors(*tiled.values())
+        # packed, how many rows there are says nothing of how many a sequence has
+        use_descriptors = can_use_descriptors(*tiled.values(), takes_short=spec.IS_PACKED)
     spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors)
     blocks: list[list[int] | None] = [None] * (len(tiled) + num_buffers)
     if use_descriptors:
         for index, name in enumerate(tiled):
             rows = spec.BLOCK_N if name in KEY_TENSORS else spec.BLOCK_M
-            blocks[index] = [1, 1, rows, spec.BLOCK_DV if name in VALUE_TENSORS else spec.BLOCK_D]
+            width = spec.BLOCK_DV if name in VALUE_TENSORS else spec.BLOCK_D
+            blocks[index] = [1, 1, 1, rows, width] if spec.IS_PACKED else [1, 1, rows, width]
     strides = [tensor.stride() for tensor in tiled.values()]
     if modifiers is not None:
         strides += [ABSENT if x is None else x.stride() for x in modifiers[:3]]
@@ -296,6 +332,7 @@ def kernel_spec(
         HAS_BIAS=modifiers.bias is not None,
         HAS_MASK=modifiers.mask is not None,
         HAS_SINKS=modifiers.sinks is not None,
+        IS_PACKED=options.num_sequences is not None,
     )
 
 
@@ -325,8 +362,10 @@ def default_configs(q: Tensor, v: Tensor) -> KernelConfigs:
     return configs
 
 
-def can_use_descriptors(*tensors: Tensor) -> bool:
-    """Say whether every tensor ``[B, H, rows, D]`` can be read through a TMA descriptor."""
-    if not is_interpreted() and compute_capability(tensors[0].device) < 90:
-        return False
+def can_use_descriptors(*tensors: Tensor, takes_short: bool = False) -> bool:
+    """Say whether to read every tensor ``[B, H, rows, D]`` through a TMA descriptor."""
+    if not is_interpreted():
+        is_short = all(tensor.shape[2] <= SHORT_ROWS for tensor in tensors)
+        if (is_short and not takes_short) or compute_capability(tensors[0].device) < 90:
+            return False
     return all(is_aligned(tensor) for tensor in tensors)

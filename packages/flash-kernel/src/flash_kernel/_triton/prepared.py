@@ -14,9 +14,10 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flash_kernel._triton.config import BlockConfig
+from flash_kernel._triton.config import PACKED_ROWS, BlockConfig
 
 ALIGNMENT = 16  # bytes: what the copy engine asks of an address and of every stride but the last
+MAX_EXTENT = 2**31 - 1  # of a descriptor's dimension
 MAX_PREPARED = 4096  # shapes met; when there are more, all are forgotten and prepared anew
 
 
@@ -24,7 +25,8 @@ class PreparedLaunch:
     """A kernel, its grid, and every argument but the addresses of its tensors.
 
     ``kernel`` takes its tensors first.  For each of them ``blocks`` has the block shape of the
-    descriptor to pass, or None to pass the tensor itself; ``constants`` are the arguments after.
+    descriptor to pass (in five dimensions for packed sequences), or None to pass the tensor itself;
+    ``constants`` are the arguments after.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class PreparedLaunch:
         self.constants = constants
         self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         self.templates: list[TensorDescriptor | None] = []
-        self.run: Callable[..., None] | None = None
+        self.compiled: Any = None
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream of the tensors' device."""
@@ -49,18 +51,31 @@ class PreparedLaunch:
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(*tensors)
-        if self.run is None:
+        if self.compiled is None:
             return self._launch_first(tensors)
+        # an address as a number: asking a tensor for its own costs the launcher several times that
         arguments = [
-            x if template is None else with_base(template, x)
+            x.data_ptr() if template is None else with_base(template, x)
             for x, template in zip(tensors, self.templates, strict=True)
         ]
-        return self.run(*arguments, *self.constants)
+        return self._launch_again(device, arguments)
+
+    def _launch_again(self, device: torch.device, arguments: list[Any]) -> None:
+        """Launch what is compiled: as Triton does, but for the records it makes for profilers."""
+        compiled = self.compiled
+        if device.type != "cuda" or is_profiled():
+            return compiled[self.grid](*arguments, *self.constants)
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        function, metadata = compiled.function, compiled.packed_metadata
+        no_records = (None, None, None)  # for the hooks, the hook before and the hook after
+        return compiled.run(
+            *self.grid, stream, function, metadata, *no_records, *arguments, *self.constants
+        )
 
     def _launch_first(self, tensors: tuple[Tensor, ...]) -> None:
         """Launch through Triton, which compiles; keep the compiled kernel for the next time."""
         arguments = [
-            x if block is None else describe(x, block)
+            x if block is None else (describe if len(block) == 4 else describe_packed)(x, block)
             for x, block in zip(tensors, self.blocks, strict=True)
         ]
         compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
@@ -70,7 +85,13 @@ class PreparedLaunch:
         self.templates = [
             with_base(x, None) if isinstance(x, TensorDescriptor) else None for x in arguments
         ]
-        self.run = compiled[self.grid]
+        self.compiled = compiled
+
+
+def is_profiled() -> bool:
+    """Say whether somebody listens to Triton's launches."""
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def with_base(template: TensorDescriptor, base: Tensor | None) -> TensorDescriptor:
@@ -86,6 +107,27 @@ def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
     leading = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     strides = [stride if size > 1 else ALIGNMENT for size, stride in leading]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
+
+
+def describe_packed(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """Return a descriptor over packed sequences ``x [1, H, total, D]`` that can end at any row.
+
+    A descriptor stops at the end of the tensor, and a tile at the end of a sequence would take in
+    the rows of the next.  So this one pretends to have 2^30 rows, of which a sequence is the last:
+    what a tile has beyond them is outside, read as 0 and never written.  Two dimensions in front,
+    of stride 2^34 - s and s for rows of stride s, move its base: at 2^30 of the first and at
+    ``end`` of the second, row ``2^30 - length + i`` is at
+
+        2^30 * (2^34 - s) + end * s + (2^30 - length + i) * s = 2^64 + (end - length + i) * s
+
+    and 2^64 is nothing to an address of 64 bits.  Triton's ``tools.ragged_tma`` has this idea.
+    """
+    _, num_heads, total, width = x.shape
+    stride_head = x.stride(1) if num_heads > 1 else ALIGNMENT
+    stride_row = x.stride(2) if total > 1 else ALIGNMENT
+    shape = [MAX_EXTENT, MAX_EXTENT, num_heads, PACKED_ROWS, width]
+    strides = [2**34 - stride_row, stride_row, stride_head, stride_row, 1]
+    return TensorDescriptor(x, shape, strides, block)
 
 
 def layout_key(*tensors: Tensor | None) -> tuple[Hashable, ...]:
