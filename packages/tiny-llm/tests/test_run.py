@@ -69,6 +69,7 @@ def test_reporting_changes_no_loss(workdir):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_run_killed_at_any_moment_resumes_to_the_very_bits_of_an_uninterrupted_one(
     workdir, precision
