@@ -21,7 +21,9 @@ SMALL += ["--seq-len", "16", "--batch-size", "2"]
 # where there is a GPU the commands would take it
 CPU = ["--device", "cpu"]
 # a child process finds the package whether it is installed or merely on a relative PYTHONPATH
-SOURCES = str(Path(tiny_llm.__file__).resolve().parents[1])
+SOURCES = os.pathsep.join(
+    [str(Path(tiny_llm.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+)
 
 
 @pytest.fixture

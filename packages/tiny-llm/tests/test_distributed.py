@@ -19,7 +19,9 @@ from tiny_llm.loss import LanguageModelLoss, count_targets
 from tiny_llm.training import check_rows
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
-SOURCES = str(Path(tiny_llm.__file__).resolve().parents[1])
+SOURCES = os.pathsep.join(
+    [str(Path(tiny_llm.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+)
 KINDS = ("ddp", "fsdp")
 # gloo's first connection between two processes of one machine is now and then refused, before
 # anything of ours runs; the worker notes when it is past that, and then nothing is tried again

@@ -25,7 +25,9 @@ from tiny_llm.settings_file import model_config, read_settings, write_settings
 
 SMALL = ["--d-model", "16", "--num-layers", "1", "--num-heads", "2", "--d-ff", "16"]
 SMALL += ["--seq-len", "16", "--batch-size", "4", "--device", "cpu"]
-SOURCES = str(Path(tiny_llm.__file__).resolve().parents[1])
+SOURCES = os.pathsep.join(
+    [str(Path(tiny_llm.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+)
 
 
 @pytest.fixture
