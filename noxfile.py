@@ -16,6 +16,8 @@ KERNEL = "packages/flash-kernel"
 LLM = "packages/tiny-llm"
 BENCH = "packages/attn-bench"
 PARALLEL = "--numprocesses=auto"
+# a file to a process: what its tests share, such as two trained processes, is made once
+BY_FILE = (PARALLEL, "--dist=loadfile")
 # left to compile-kernel, which runs it with two versions of Triton
 NOT_COMPILE_ONLY = "--ignore-glob=*/test_compile_only.py"
 
@@ -68,14 +70,17 @@ def tests_llm(session: nox.Session, extra: str) -> None:
     """Test tiny-llm without and with its optional extra `flash`."""
     extras = [] if extra == "none" else [f"--extra={extra}"]
     sync(session, "--package=tiny-llm", "--group=test", *extras)
-    session.run("pytest", LLM, PARALLEL, *session.posargs, env={"TINY_LLM_EXTRA": extra})
+    # what starts processes takes long and knows nothing of the extra: once is enough
+    once = ["-m", "not slow"] if extra == "none" else []
+    session.run("pytest", LLM, *BY_FILE, *once, *session.posargs, env={"TINY_LLM_EXTRA": extra})
 
 
 @nox.session(name="tests-bench")
 def tests_bench(session: nox.Session) -> None:
-    """Test attn-bench, the documents' examples, and that README tables match the results."""
+    """Test attn-bench, its smoke preset, documents' examples, and README tables against results."""
     sync(session, "--package=attn-bench", "--group=test")
-    session.run("pytest", BENCH, PARALLEL, *session.posargs)
+    session.run("pytest", BENCH, *BY_FILE, *session.posargs)
+    session.run("attn-bench", "flash", "--preset=smoke", "--device=cpu", "--milliseconds=10")
     session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
     session.run(
         "attn-bench",

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from attn_bench.case import Case
-from attn_bench.providers import FLASH_PROVIDERS, Attention, Provider
+from attn_bench.gauge import open_gauge
+from attn_bench.providers import DECODE_PROVIDERS, FLASH_PROVIDERS, Attention, Provider
 from attn_bench.runner import Runner
 from attn_bench.timing import Budget, Clock, peak_mib
 from attn_bench.workload import Workload
@@ -77,12 +78,18 @@ def test_a_real_lack_of_memory_is_a_row_and_the_run_goes_on() -> None:
     assert right.is_performance
 
 
-@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn", "flash-triton", "flash-auto", "flex"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sdpa-flash", "sdpa-cudnn", "flash-triton", "flash-hopper", "flash-auto"),
+        *("flex", "layer-compiled"),
+    ],
+)
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_a_provider_of_the_gpu_is_right_and_timed(name: str, is_causal: bool) -> None:
     case = Case("bf16", 2, 2, 256, 256, 64, is_causal, "fwd+bwd")
     provider = FLASH_PROVIDERS[name]
-    reason = provider.why_unavailable(GPU)
+    reason = provider.why_not(case, GPU)
     if reason is not None:
         pytest.skip(reason)
     (row,) = Runner("suite", [provider], GPU, Budget(seconds=0.01)).rows([case])
@@ -99,3 +106,26 @@ def test_a_short_forward_has_the_time_of_a_graph_replay() -> None:
     assert row.median_ms is not None
     assert row.graph_ms is not None, row.note
     assert 0 < row.graph_ms < 2 * row.median_ms
+
+
+def test_a_row_says_which_clock_and_temperature_it_was_measured_at() -> None:
+    gauge = open_gauge(GPU)
+    if gauge is None:
+        pytest.skip("this machine's driver does not tell")
+    reading = gauge()
+    assert 100 < reading.clock_mhz < 5000
+    assert 10 < reading.celsius < 120
+    case = Case("bf16", 1, 2, 128, 128, 64, True, "fwd")
+    (row,) = Runner("suite", [FLASH_PROVIDERS["sdpa"]], GPU, Budget(seconds=0.01)).rows([case])
+    assert row.clock_mhz is not None
+    assert row.celsius is not None
+
+
+def test_decoding_over_a_cache_is_right_and_timed() -> None:
+    case = Case("bf16", 3, 8, 1, 1000, 64, False, "fwd", num_kv_heads=2)
+    provider = DECODE_PROVIDERS["flash-kvcache"]
+    if reason := provider.why_unavailable(GPU):
+        pytest.skip(reason)
+    (row,) = Runner("suite", [provider], GPU, Budget(seconds=0.01)).rows([case])
+    assert row.state in ("ok", "unstable"), row.detail
+    assert row.errors["o"] <= row.bounds["o"]

@@ -8,6 +8,7 @@ from attn_bench.case import Case
 from attn_bench.environment import pick_device
 from attn_bench.errors import InputError
 from attn_bench.providers import (
+    DECODE_PROVIDERS,
     FLASH_PROVIDERS,
     MOCK_MAX_SEQLEN,
     Provider,
@@ -16,11 +17,12 @@ from attn_bench.providers import (
 )
 from attn_bench.suites import FLASH_ATTENTION
 from attn_bench.workload import make_inputs
+from flash_kernel.dispatch import IMPLS
 
 CPU = torch.device("cpu")
 AVAILABLE = [
     each
-    for each in FLASH_PROVIDERS.values()
+    for each in DECODE_PROVIDERS.values()
     if each.why_unavailable(CPU) is None and not each.compiles
 ]
 
@@ -62,6 +64,21 @@ def test_every_provider_has_the_mask_and_the_heads_of_the_case(
     # the only visible key has weight 1 whatever its score
     sees &= shown.sum(-1) > 1
     assert torch.equal(difference > 1e-4, sees.expand(case.num_heads, seqlen_q))
+
+
+def test_the_hopper_kernels_are_asked_for_by_name_and_refused_with_flash_kernels_reason() -> None:
+    provider = FLASH_PROVIDERS["flash-hopper"]
+    reason = str(provider.why_unavailable(CPU))
+    if "hopper" not in IMPLS:
+        assert reason == "this version of flash-kernel has no kernels for Hopper"
+        return
+    assert reason == "it needs a CUDA device of compute capability 9.0"
+    case = Case("bf16", 1, 4, 256, 256, 64, True, "fwd")
+    assert provider.why_unsupported(case) is None
+    assert "float32" in str(provider.why_unsupported(replace(case, dtype="fp32")))
+    x = torch.zeros(1, 1, 1, 64)
+    with pytest.raises(RuntimeError, match="hopper"):
+        provider.build(case, CPU)(x, x, x)
 
 
 def test_what_a_provider_cannot_do_is_a_reason() -> None:

@@ -26,6 +26,7 @@ def test_readme_shows_every_command() -> None:
         "report",
         "decode",
         "train-step",
+        "generate",
         "policy",
         "env",
     }

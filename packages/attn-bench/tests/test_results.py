@@ -36,6 +36,8 @@ OK = Row(
     semantics={"layout": "bhnd", "deterministic": None},
     samples_ms=(0.4, 0.5),
     roofline_share=0.5,
+    clock_mhz=(1755, 1980),
+    celsius=(41, 44),
 )
 WRONG = Row(
     "flash_attention",
@@ -60,7 +62,7 @@ def test_results_survive_a_round_trip(tmp_path: Path) -> None:
     results = read_results(path)
     assert results.rows == (OK, WRONG)
     assert results.environment == {"device": "a GPU"}
-    assert json.loads(path.read_text().splitlines()[0])["schema"] == 2
+    assert json.loads(path.read_text().splitlines()[0])["schema"] == 3
     assert "Infinity" not in path.read_text()
 
 
@@ -93,7 +95,7 @@ def test_only_a_right_row_carries_a_time() -> None:
         ('{"kind": "row"}\n', "its first line is no environment"),
         (
             '{"kind": "environment", "schema": 99}\n',
-            "has schema 99; this attn-bench reads schemas 1 and 2",
+            "has schema 99; this attn-bench reads schemas 1 to 3",
         ),
         ('{"kind": "environment", "schema": 1}\n{"kind": "ro', "line 2 is not JSON"),
         ('{"kind": "environment", "schema": 1}\n[]\n', "line 2 must be a JSON object, got list"),
@@ -113,22 +115,26 @@ def test_an_unknown_row_field_is_refused(tmp_path: Path) -> None:
     save(path, OK)
     head, row = path.read_text().splitlines()
     path.write_text(f"{head}\n{json.dumps({**json.loads(row), 'speed': 1})}\n")
-    with pytest.raises(InputError, match="line 2 is not a row of schema 2"):
+    with pytest.raises(InputError, match="line 2 is not a row of schema 3"):
         read_results(path)
 
 
-def test_a_file_of_schema_1_is_read_with_defaults(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_file_of_an_earlier_schema_is_read_with_defaults(tmp_path: Path, schema: int) -> None:
     path = tmp_path / "r.jsonl"
     save(path, OK)
     head, row = (json.loads(line) for line in path.read_text().splitlines())
-    head["schema"] = 1
-    for name in NEW_ROW_FIELDS:
-        del row[name]
-    for name in NEW_CASE_FIELDS:
-        del row["case"][name]
+    head["schema"] = schema
+    for later in range(schema + 1, 4):
+        for name in NEW_ROW_FIELDS[later]:
+            del row[name]
+        for name in NEW_CASE_FIELDS.get(later, ()):
+            del row["case"][name]
     path.write_text(f"{json.dumps(head)}\n{json.dumps(row)}\n")
     (read,) = read_results(path).rows
-    assert read == replace(OK, semantics={}, samples_ms=(), roofline_share=None)
+    since_2 = {"semantics": {}, "samples_ms": (), "roofline_share": None}
+    expected = replace(OK, clock_mhz=None, celsius=None)
+    assert read == (replace(expected, **since_2) if schema == 1 else expected)
 
 
 def test_an_unstable_row_carries_its_times() -> None:

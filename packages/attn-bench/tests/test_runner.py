@@ -8,9 +8,11 @@ from torch import Tensor
 
 from attn_bench.case import Case
 from attn_bench.checks import LIMITS, Oracle
+from attn_bench.gauge import Reading, open_gauge, weather_of
 from attn_bench.providers import FLASH_PROVIDERS, Attention, Provider
 from attn_bench.results import Row
 from attn_bench.runner import Ready, Runner, check_provider, time_case
+from attn_bench.stability import with_stability
 from attn_bench.timing import Budget, Clock
 from attn_bench.workload import make_inputs
 from flash_kernel import attention_reference
@@ -180,3 +182,43 @@ def test_a_run_whose_rounds_drift_is_unstable(monkeypatch: pytest.MonkeyPatch) -
     assert timed.state == "unstable"
     assert timed.detail == "the rounds' medians differ by 30%"
     assert timed.median_ms is not None
+
+
+STILL = Reading(1980, 40, is_slowed=False)
+
+
+@pytest.mark.parametrize(
+    ("moved", "detail"),
+    [
+        (STILL._replace(clock_mhz=1800), ""),
+        (STILL._replace(clock_mhz=1500), "the clock moved from 1500 to 1980 MHz"),
+        (STILL._replace(celsius=56), "the temperature moved from 40 to 56 °C"),
+        (
+            STILL._replace(is_slowed=True),
+            "the driver slowed the GPU down for its temperature or power supply",
+        ),
+    ],
+)
+def test_a_row_is_unstable_if_the_clock_or_the_temperature_moved(
+    moved: Reading, detail: str
+) -> None:
+    weather = weather_of([STILL, moved, STILL])
+    row = Row("suite", "sdpa", CASE, "ok", median_ms=1.0, is_performance=True)
+    rated = with_stability(row, 1.0, weather)
+    assert (rated.state, rated.detail) == ("unstable" if detail else "ok", detail)
+    assert rated.clock_mhz == (min(1980, moved.clock_mhz), 1980)
+    assert rated.celsius == (40, moved.celsius)
+
+
+def test_the_gauge_is_read_after_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([STILL._replace(celsius=40 + minute) for minute in range(12)])
+    monkeypatch.setattr("attn_bench.runner.open_gauge", lambda _: lambda: next(readings))
+    forward, both = run(FLASH_PROVIDERS["sdpa"])
+    # six rounds each, with the one that warms up
+    assert (forward.celsius, both.celsius) == ((40, 45), (46, 51))
+
+
+def test_without_a_driver_there_is_no_gauge(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_gauge(CPU) is None
+    monkeypatch.setattr("attn_bench.gauge.LIBRARY", "libno-such-driver.so")
+    assert open_gauge(torch.device("cuda")) is None

@@ -3,6 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from attn_bench.case import Case
@@ -10,11 +11,17 @@ from attn_bench.cli import main
 from attn_bench.errors import InputError
 from attn_bench.policy import policy_of
 from attn_bench.results import Results, Row, read_results, saving
-from attn_bench.train_step import Step, StepShape, predicted
+from attn_bench.step_shape import StepShape
+from attn_bench.train_step import Step, predicted
 from flash_kernel import attention_reference
 from tiny_llm import attention
+from tiny_llm.attention import AttentionRequest
+from tiny_llm.attention.policy import read_policy
+from tiny_llm.config import PRESETS, ModelConfig
+from tiny_llm.transformer import Transformer
 
-SHAPE = StepShape(64, num_layers=3, num_heads=2, batch_size=1, steps=2, dtype="fp32")
+MODEL = ModelConfig(d_model=64, num_layers=3, num_heads=2)
+SHAPE = StepShape(MODEL, batch_size=1, steps=2, dtype="fp32")
 SMALL = ["--d-model", "32", "--layers", "1", "--heads", "1", "--batch", "1", "--seqlen", "16"]
 CASE = SHAPE.case(16)
 
@@ -103,7 +110,8 @@ ROWS = (
     timed("flash-auto", "bwd", 512, 2.0),
     timed("sdpa", "fwd+bwd", 4096, 8.0),
     timed("flash-auto", "fwd+bwd", 4096, 9.0),
-    timed("sdpa-cudnn", "fwd+bwd", 4096, 1.0),
+    timed("dense-eager", "fwd+bwd", 4096, 1.0),  # no backend of tiny-llm
+    timed("sdpa-cudnn", "fwd+bwd", 4096, 8.5),
     timed("flex", "fwd+bwd", 128, 1.0),
 )
 
@@ -113,17 +121,23 @@ def test_the_policy_orders_backends_by_forward_and_backward_together() -> None:
     short, long = policy["classes"]
     assert (short["max_seqlen"], short["prefer"]) == (512, ["flash", "sdpa"])
     assert short["milliseconds"] == {"flash": 4.0, "sdpa": 5.0}
-    assert (long["max_seqlen"], long["prefer"]) == (4096, ["sdpa", "flash"])
+    assert (long["max_seqlen"], long["prefer"]) == (4096, ["sdpa", "sdpa-cudnn", "flash"])
     assert policy["device"] == "a GPU"
 
 
 def test_policy_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, policy = tmp_path / "r.jsonl", tmp_path / "policy.json"
-    with saving(path, {"device": "a GPU"}) as save:
+    with saving(path, {"device": "a GPU", "device_type": "cuda"}) as save:
         for row in ROWS:
             save(row)
     assert main(["policy", str(path), "--into", str(policy)]) == 0
     assert json.loads(policy.read_text())["kind"] == "attention-policy"
+    # what tiny-llm's choice `policy:FILE` makes of it
+    request = AttentionRequest(
+        num_heads=16, head_dim=64, seqlen_k=600, device="cuda", dtype="bfloat16"
+    )
+    if not torch.cuda.is_available():
+        assert read_policy(str(policy)).order(request) == ("sdpa", "sdpa-cudnn", "flash")
     assert main(["policy", str(path)]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(policy.read_text())
 
@@ -131,3 +145,28 @@ def test_policy_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_one_backend_is_no_policy() -> None:
     with pytest.raises(InputError, match="no case has times of two backends"):
         policy_of(Results({}, ROWS[:2]))
+
+
+def test_a_preset_is_trained_with_its_own_shape_and_a_number_of_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.jsonl"
+    arguments = ["--preset", "toy", "--tokens", "64", "--seqlen", "16", "32", "--loss-chunk", "20"]
+    arguments += ["--backend", "sdpa", "--steps", "5", "--device", "cpu", "--save", str(path)]
+    assert main(["train-step", *arguments]) == 0
+    header = capsys.readouterr().out.splitlines()[1]
+    assert header == (
+        "tiny-llm toy: 4 layers, d_model 128, 4 heads, vocabulary 257; 64 tokens a step, fp32; "
+        "loss in chunks of 20 tokens, 5 timed steps"
+    )
+    short, long = read_results(path).rows
+    assert (short.case.batch, long.case.batch) == (4, 2)
+    assert short.semantics["parameters"] == Transformer(PRESETS["toy"]).num_parameters()
+    assert short.semantics["loss_chunk"] == 20
+    assert short.first_call_ms is not None
+
+
+def test_tokens_per_second_are_those_of_the_whole_batch() -> None:
+    row = replace(step("sdpa", 8.0, 1.0).row, case=replace(CASE, batch=3, seqlen_q=16))
+    assert Step(row, 1.0, ()).tokens_per_second == pytest.approx(3 * 16 / 8e-3)
+    assert Step(row.failed("oom", "x"), 1.0, ()).tokens_per_second is None

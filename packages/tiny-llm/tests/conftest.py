@@ -17,6 +17,8 @@ TORCHS_OWN_WARNINGS = (
     # raised by torch.utils.mkldnn, which torch.compile imports
     "ignore:`torch.jit.script_method` is deprecated",
     "ignore:`torch.jit.script` is deprecated",
+    # what Dynamo does with every autograd.Function
+    "ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning",
 )
 
 PANGRAM = b"The quick brown fox jumps over the lazy dog. "

@@ -1,5 +1,6 @@
 """The command line does the whole way, and answers every mistake with one line."""
 
+import io
 import os
 import shutil
 import subprocess
@@ -20,7 +21,9 @@ SMALL += ["--seq-len", "16", "--batch-size", "2"]
 # where there is a GPU the commands would take it
 CPU = ["--device", "cpu"]
 # a child process finds the package whether it is installed or merely on a relative PYTHONPATH
-SOURCES = str(Path(tiny_llm.__file__).resolve().parents[1])
+SOURCES = os.pathsep.join(
+    [str(Path(tiny_llm.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+)
 
 
 @pytest.fixture
@@ -281,25 +284,25 @@ def test_mistake_is_one_line_with_status_2_and_leaves_nothing_behind(
     assert sorted(folder.rglob("*")) == before
 
 
-def test_output_is_text_whatever_the_terminal_can_show(trained):
-    command = [sys.executable, "-m", "tiny_llm", "generate", "--checkpoint", trained, *CPU]
-    environment = {**os.environ, "PYTHONPATH": SOURCES, "PYTHONIOENCODING": "ascii"}
+def test_output_is_text_whatever_the_terminal_can_show(trained, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
     arguments = ["--prompt", "déf ", "--max-new-tokens", "3"]
-    done = subprocess.run([*command, *arguments], capture_output=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(b"d?f ")
+    assert main(["generate", "--checkpoint", trained, *CPU, *arguments]) == 0
+    assert terminal.buffer.getvalue().startswith(b"d?f ")
 
 
-def test_closed_output_ends_quietly(trained):
-    command = [sys.executable, "-m", "tiny_llm", "generate", "--checkpoint", trained, *CPU]
-    environment = {**os.environ, "PYTHONPATH": SOURCES}
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment)
-    process.stdout.close()
-    err = process.stderr.read()
-    process.stderr.close()
-    assert process.wait() == 141
-    assert err == b""
+def test_closed_output_ends_quietly(trained, monkeypatch, capfd):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main(["generate", "--checkpoint", trained, *CPU, "--max-new-tokens", "3"]) == 141
+        # what the interpreter does at its end finds an open file
+        stdout.write("more")
+        stdout.flush()
+        monkeypatch.undo()
+    assert capfd.readouterr().err == ""
 
 
 def test_resuming_on_other_tokens_is_refused(trained, workdir, capsys):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tiny_llm.data import TokenFile, prepare_tokens, sample_batch, stdlib_sources
+from tiny_llm.batches import sample_batch
+from tiny_llm.data import TokenFile, prepare_tokens, stdlib_sources
 from tiny_llm.errors import ConfigError, FileError, FormatError
 from tiny_llm.token_file import HEADER, write_token_file
 from tiny_llm.tokenizer import ByteTokenizer

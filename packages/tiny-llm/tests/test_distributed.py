@@ -19,7 +19,9 @@ from tiny_llm.loss import LanguageModelLoss, count_targets
 from tiny_llm.training import check_rows
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
-SOURCES = str(Path(tiny_llm.__file__).resolve().parents[1])
+SOURCES = os.pathsep.join(
+    [str(Path(tiny_llm.__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
+)
 KINDS = ("ddp", "fsdp")
 # gloo's first connection between two processes of one machine is now and then refused, before
 # anything of ours runs; the worker notes when it is past that, and then nothing is tried again
@@ -63,6 +65,9 @@ def run_together(command, log):
     return status, log.read_text()
 
 
+needs_two = pytest.mark.slow  # two processes, each with a torch of its own
+
+
 @pytest.fixture(scope="module")
 def two(one):
     """What two processes do, by kind; one start of torchrun serves all tests."""
@@ -77,6 +82,7 @@ def two(one):
     return torch.load(folder / "results.pt", weights_only=True)
 
 
+@needs_two
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_processes_have_the_losses_and_weights_of_one(kind, one, two):
     found, expected = two[kind]["trained"], one[0]["trained"]
@@ -85,6 +91,7 @@ def test_two_processes_have_the_losses_and_weights_of_one(kind, one, two):
         torch.testing.assert_close(found["weights"][name], weight, rtol=1e-3, atol=1e-4)
 
 
+@needs_two
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_is_clipped_after_the_all_reduce(kind, one, two):
     moved, expected = two[kind]["clipped"], one[0]["clipped"]
@@ -115,6 +122,7 @@ def test_clipping_before_the_all_reduce_would_be_noticed():
     )
 
 
+@needs_two
 @pytest.mark.parametrize("kind", KINDS)
 def test_resumed_processes_go_on_exactly(kind, two):
     result = two[kind]
@@ -123,6 +131,7 @@ def test_resumed_processes_go_on_exactly(kind, two):
         assert torch.equal(result["resumed"]["weights"][name], weight), name
 
 
+@needs_two
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_of_two_processes_goes_on_in_one(kind, one, two):
     checkpoint = load_checkpoint(one[1] / f"{kind}.pt")
@@ -132,12 +141,14 @@ def test_checkpoint_of_two_processes_goes_on_in_one(kind, one, two):
     assert resumed["losses"] == pytest.approx(expected[worker.HALF :], rel=1e-5)
 
 
+@needs_two
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoint_of_one_process_goes_on_in_two(kind, one, two):
     expected = one[0]["trained"]["losses"]
     assert two[kind]["from_one"]["losses"] == pytest.approx(expected[worker.HALF :], rel=1e-5)
 
 
+@needs_two
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_agree_only_if_all_are_fine(kind, two):
     assert two[kind]["agreed"] == [True, False]

@@ -144,7 +144,7 @@ def test_each_text_of_a_batch_ends_at_its_own_stop_token(model):
 
 def test_a_token_is_read_once_while_the_text_fits_into_the_window(model):
     seen = []
-    model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    model.embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     list(generate(model, [1, 2, 3], max_new_tokens=5))
     assert seen == [3, 1, 1, 1, 1]
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from tiny_llm import data
+from tiny_llm.batches import sample_batch
 from tiny_llm.bpe import BPETokenizer
-from tiny_llm.data import open_tokens, prepare_shards, prepare_tokens, sample_batch
+from tiny_llm.data import open_tokens, prepare_shards, prepare_tokens
 from tiny_llm.errors import ConfigError, FileError, FormatError
 from tiny_llm.shards import TokenShards
 from tiny_llm.tokenizer import ByteTokenizer

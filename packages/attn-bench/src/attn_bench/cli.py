@@ -6,6 +6,7 @@
     attn-bench layer --preset smoke       tiny-llm's attention with and without torch.compile
     attn-bench decode                     one query per sequence over a cache
     attn-bench train-step                 a training step by attention backend
+    attn-bench generate                   a decoding step of a model
     attn-bench policy FILE.jsonl          the fastest backend per shape class
     attn-bench list                       suites, providers, and why one is unavailable
     attn-bench report FILE.jsonl          one HTML page, and plots
@@ -27,6 +28,7 @@ from attn_bench import __version__
 from attn_bench.case import DTYPES, MODES
 from attn_bench.errors import InputError
 from attn_bench.grid import DECODE_PRESETS, MODELS, PRESETS
+from tiny_llm.model_config import PRESETS as MODEL_PRESETS
 
 
 class _Parser(argparse.ArgumentParser):
@@ -86,6 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     decode = commands.add_parser("decode", help="one query per sequence over a cache")
     _add_suite(decode, DECODE_PRESETS)
     _add_train_step(commands.add_parser("train-step", help="a training step by attention backend"))
+    _add_generate(commands.add_parser("generate", help="a decoding step of a model"))
     _add_quick(commands.add_parser("quick", help="the main job: train, check, time; minutes"))
     listing = commands.add_parser("list", help="suites, providers, and why one is unavailable")
     _add_device(listing)
@@ -102,14 +105,27 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_train_step(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
+    model.add_argument("--preset", choices=MODEL_PRESETS, help="of tiny-llm, in place of a shape")
     model.add_argument("--d-model", type=positive, default=256)
     model.add_argument("--layers", type=positive, default=2)
     model.add_argument("--heads", type=positive, default=4)
-    model.add_argument("--batch", type=positive, default=2)
-    model.add_argument("--seqlen", nargs="+", type=positive, default=[128, 256])
     model.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, else fp32")
+
+
+def _add_train_step(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("--batch", type=positive, help="sequences per step (default: 2)")
+    parser.add_argument("--tokens", type=positive, help="tokens per step, in place of --batch")
+    parser.add_argument("--seqlen", nargs="+", type=positive, default=[128, 256])
+    parser.add_argument("--compile", action="store_true", help="compile model and loss")
+    parser.add_argument(
+        "--loss-chunk",
+        type=positive,
+        default=0,
+        help="tokens whose logits are held at a time (default: those of all)",
+    )
     parser.add_argument(
         "--backend",
         nargs="+",
@@ -119,6 +135,26 @@ def _add_train_step(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--steps", type=positive, default=10, help="timed steps, in fives (default: 10)"
+    )
+    _add_device(parser)
+    _add_save(parser)
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("--batch", nargs="+", type=positive, help="sequences (default: 1)")
+    parser.add_argument(
+        "--context", nargs="+", type=positive, default=[128], help="tokens in the cache"
+    )
+    parser.add_argument("--backend", nargs="+", metavar="NAME", default=["sdpa", "flash"])
+    parser.add_argument(
+        "--decode",
+        nargs="+",
+        choices=("eager", "graph", "compile"),
+        help="how a step is run (default: graph on a GPU, else eager)",
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=50, help="timed steps, in fives (default: 50)"
     )
     _add_device(parser)
     _add_save(parser)

@@ -9,7 +9,7 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from attn_bench import file_commands
+from attn_bench import file_commands, model_commands
 from attn_bench.case import DTYPES, Case, check_name
 from attn_bench.environment import describe_environment, one_thread, pick_device, summarize
 from attn_bench.errors import InputError
@@ -17,14 +17,13 @@ from attn_bench.grid import MODELS, grid_of_model
 from attn_bench.journal import journaling, rows_to_keep, split_done
 from attn_bench.providers import Provider, pick_providers
 from attn_bench.quick import quick
-from attn_bench.results import Row, saving
+from attn_bench.results import Row, exit_status, saving
 from attn_bench.roofline import FLOP_CONVENTION, describe_ceilings, measure_ceilings
 from attn_bench.run_file import read_run_file
 from attn_bench.runner import Runner
 from attn_bench.suites import SUITES, Suite
 from attn_bench.tables import terminal_table
 from attn_bench.timing import Budget
-from attn_bench.train_step import StepShape, step_table, time_training
 from tiny_llm.errors import TinyLLMError
 
 
@@ -110,26 +109,22 @@ def cases_of(arguments: Namespace) -> list[Case]:
     return preset.with_axes(given).cases()
 
 
-def exit_status(rows: Sequence[Row]) -> int:
-    """Return 1 if any provider was wrong or failed; a refusal or a lack of memory is no failure."""
-    return int(any(row.state in ("wrong", "error") for row in rows))
-
-
 def list_providers(arguments: Namespace) -> int:
     """Print every suite with its providers, and the reason where one is unavailable."""
     device = pick_device(arguments.device)
-    shown: dict[int, Suite] = {}
+    shown: set[str] = set()
     for suite in SUITES.values():
         print(f"attn-bench {suite.command}: {suite.summary}")
-        same = shown.setdefault(id(suite.own_providers), suite)
-        if same is suite:
-            lines = [
-                [each.name, each.summary, each.why_unavailable(device) or "available"]
-                for each in suite.providers.values()
-            ]
+        lines = [
+            [each.name, each.summary, each.why_unavailable(device) or "available"]
+            for each in suite.providers.values()
+            if each.name not in shown
+        ]
+        if len(lines) < len(suite.providers):
+            print(f"{len(suite.providers) - len(lines)} of the providers above")
+        if lines:
             print(tabulate(lines, ["provider", "what it is", f"on {device}"]))
-        else:
-            print(f"providers: those of {same.command}")
+        shown.update(suite.providers)
         print(f"presets: {', '.join(suite.presets)}\n")
     print(f"models for --shapes-of: {', '.join(MODELS)}")
     return 0
@@ -159,37 +154,12 @@ def run_quick(arguments: Namespace) -> int:
     return 0 if agrees else 1
 
 
-def run_train_step(arguments: Namespace) -> int:
-    """Time training steps by attention backend; 1 if the losses differ."""
-    device = pick_device(arguments.device)
-    dtype = arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")
-    shape = StepShape(
-        arguments.d_model,
-        arguments.layers,
-        arguments.heads,
-        arguments.batch,
-        arguments.steps,
-        dtype,
-    )
-    with one_thread(device):
-        environment = describe_environment(device)
-        print(f"train-step on {summarize(environment)}\n{shape}\n", flush=True)
-        with saving(arguments.save, environment) as save:
-            try:
-                found = time_training(shape, arguments.seqlen, arguments.backend, device)
-            except TinyLLMError as error:  # an unknown backend, or a width that has no heads
-                raise InputError(str(error)) from error
-            for each in found:
-                save(each.row)
-    print(step_table(found))
-    return exit_status([each.row for each in found])
-
-
 COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "flash": run_suite,
     "layer": run_suite,
     "decode": run_suite,
-    "train-step": run_train_step,
+    "train-step": model_commands.run_train_step,
+    "generate": model_commands.run_generation,
     "policy": file_commands.write_policy,
     "run": run_file,
     "quick": run_quick,

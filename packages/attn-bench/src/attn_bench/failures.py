@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tiny_llm.errors import AttentionUnavailable
+
 
 def failure_state(error: Exception) -> str:
     """Return the row state for an exception: ``oom``, ``unsupported`` or ``error``."""
@@ -13,8 +15,9 @@ def failure_state(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         return "oom"
     # an implementation that refuses its input says so by ValueError or NotImplementedError,
-    # torch's SDPA when pinned to a backend by this sentence
-    if isinstance(error, (NotImplementedError, ValueError)) or "No available kernel" in text:
+    # tiny-llm's registry by its own error, torch's SDPA when pinned to a backend by this sentence
+    refusals = (NotImplementedError, ValueError, AttentionUnavailable)
+    if isinstance(error, refusals) or "No available kernel" in text:
         return "unsupported"
     return "error"
 

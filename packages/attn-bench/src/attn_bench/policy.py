@@ -1,8 +1,9 @@
 """``attn-bench policy``: which of tiny-llm's backends was the fastest, per class of shapes.
 
-The file is JSON: ``{"kind": "attention-policy", "schema": 1, "device": ..., "classes": [...]}``.  A
-class holds dtype, head_dim, is_causal and max_seqlen, and under ``prefer`` the backends from the
-fastest on; it is meant for lengths up to max_seqlen that no earlier class covers.
+tiny-llm's choice ``policy:FILE`` takes it.  The file is JSON: ``{"kind": "attention-policy",
+"schema": 1, "device": ..., "device_type": ..., "classes": [...]}``.  A class holds dtype, head_dim,
+is_causal and max_seqlen, and under ``prefer`` the backends from the fastest on; it is meant for
+lengths up to max_seqlen that no earlier class covers.
 """
 
 from collections.abc import Iterable
@@ -16,13 +17,17 @@ from attn_bench.results import Results, Row
 BACKENDS = {
     "layer-eager": "eager",
     "sdpa": "sdpa",
+    "sdpa-flash": "sdpa-flash",
+    "sdpa-cudnn": "sdpa-cudnn",
+    "sdpa-efficient": "sdpa-efficient",
+    "sdpa-math": "sdpa-math",
     "flash-auto": "flash",
     "flash-triton": "flash",
     "flex": "flex",
 }
 # what a training step spends on attention; a file may have the parts or the whole
 PARTS = (("fwd+bwd",), ("fwd", "bwd"), ("fwd",))
-KEPT = ("device", "torch", "triton", "commit", "date")
+KEPT = ("device", "device_type", "torch", "triton", "commit", "date")
 
 Class = tuple[str, int, bool, int]
 

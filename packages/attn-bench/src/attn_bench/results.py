@@ -1,7 +1,7 @@
 """Result files: JSON Lines, an environment first, then one row per case and provider."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
@@ -12,15 +12,18 @@ from attn_bench.case import CASE_FIELDS, Case
 from attn_bench.errors import InputError
 from attn_bench.files import appearing_whole
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 STATES = ("ok", "unstable", "wrong", "unsupported", "oom", "error")
 TIMED_STATES = ("ok", "unstable")
-# what schema 2 added; a file of schema 1 lacks these and is read with their defaults
+# what each schema added; a file of an earlier one lacks these and is read with their defaults
 NEW_ROW_FIELDS = {
-    *("semantics", "predicted_mib", "tflops_unmasked", "gb_s", "roofline_share"),
-    *("graph_ms", "cold_call_ms", "samples_ms", "note", "predicted_ms"),
+    2: {
+        *("semantics", "predicted_mib", "tflops_unmasked", "gb_s", "roofline_share"),
+        *("graph_ms", "cold_call_ms", "samples_ms", "note", "predicted_ms"),
+    },
+    3: {"clock_mhz", "celsius"},
 }
-NEW_CASE_FIELDS = {"num_kv_heads", "window"}
+NEW_CASE_FIELDS = {2: {"num_kv_heads", "window"}}
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class Row:
     """What became of one provider on one case.
 
     Attributes:
-        state: ``ok`` is checked and timed; ``unstable`` too, but its times drifted; ``wrong``
+        state: ``ok`` is checked and timed; ``unstable`` too, but its times drifted, or the GPU's
+            clock or temperature moved; ``wrong``
             disagreed with float64; ``unsupported`` cannot do this case here; ``oom`` ran out of
             memory, or would have; ``error`` raised.  Only the first two have times.
         detail: Why, for every state but ``ok``.
@@ -51,6 +55,7 @@ class Row:
         samples_ms: Up to 40 of the timed runs, in the order they ran.
         predicted_ms: Of a training step, what the attention's own times say that it should take.
         note: Anything else worth knowing, such as why there is no graph.
+        clock_mhz, celsius: The lowest and highest clock and temperature of the GPU meanwhile.
     """
 
     suite: str
@@ -79,6 +84,8 @@ class Row:
     samples_ms: tuple[float, ...] = ()
     note: str = ""
     predicted_ms: float | None = None
+    clock_mhz: tuple[int, int] | None = None
+    celsius: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.state not in STATES:
@@ -105,6 +112,8 @@ class Row:
             roofline_share=None,
             graph_ms=None,
             samples_ms=(),
+            clock_mhz=None,
+            celsius=None,
         )
 
 
@@ -114,6 +123,11 @@ class Results:
 
     environment: dict[str, Any]
     rows: tuple[Row, ...]
+
+
+def exit_status(rows: Sequence[Row]) -> int:
+    """Return 1 if any provider was wrong or failed; a refusal or a lack of memory is no failure."""
+    return int(any(row.state in ("wrong", "error") for row in rows))
 
 
 class RowWriter:
@@ -179,8 +193,8 @@ def read_results(path: Path, *, is_partial: bool = False) -> Results:
     environment = dict(records[0])
     del environment["kind"]
     schema = environment.pop("schema", None)
-    if schema not in (1, SCHEMA_VERSION):
-        msg = f"{path} has schema {schema!r}; this attn-bench reads schemas 1 and {SCHEMA_VERSION}."
+    if schema not in range(1, SCHEMA_VERSION + 1):
+        msg = f"{path} has schema {schema!r}; this attn-bench reads schemas 1 to {SCHEMA_VERSION}."
         raise InputError(msg)
     return Results(environment, tuple(_rows(path, records[1:], schema)))
 
@@ -200,8 +214,9 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
 def _rows(path: Path, records: Iterable[dict[str, Any]], schema: int) -> Iterable[Row]:
     known = {each.name for each in fields(Row)} | {"kind"}
     case_fields = set(CASE_FIELDS)
-    if schema == 1:
-        known, case_fields = known - NEW_ROW_FIELDS, case_fields - NEW_CASE_FIELDS
+    for later in range(schema + 1, SCHEMA_VERSION + 1):
+        known -= NEW_ROW_FIELDS.get(later, set())
+        case_fields -= NEW_CASE_FIELDS.get(later, set())
     for number, record in enumerate(records, 2):
         case = record.get("case")
         if record.get("kind") != "row" or set(record) != known or not isinstance(case, dict):
@@ -211,6 +226,8 @@ def _rows(path: Path, records: Iterable[dict[str, Any]], schema: int) -> Iterabl
             msg = f"{path} line {number}: a case has the fields {', '.join(sorted(case_fields))}."
             raise InputError(msg)
         values = {name: record[name] for name in known - {"kind", "case", "errors"}}
-        values["samples_ms"] = tuple(values.get("samples_ms", ()))
+        for name in ("samples_ms", "clock_mhz", "celsius"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
         errors = {name: float(error) for name, error in record["errors"].items()}
         yield Row(case=Case(**case), errors=errors, **values)

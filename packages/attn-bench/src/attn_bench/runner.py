@@ -1,7 +1,7 @@
 """Runs providers on cases: check first, then time what is right."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -11,6 +11,7 @@ from attn_bench.case import Case
 from attn_bench.checks import LIMITS, Check, Oracle
 from attn_bench.cold_start import cold_call_milliseconds
 from attn_bench.failures import explained, failure_state, one_line
+from attn_bench.gauge import Reading, open_gauge, weather_of
 from attn_bench.graphs import SHORT_MS, replay_milliseconds
 from attn_bench.memory import predicted_mib, why_too_large
 from attn_bench.providers import Attention, Provider
@@ -22,12 +23,10 @@ from attn_bench.roofline import (
     tflops,
     unmasked_flops,
 )
+from attn_bench.stability import with_stability
 from attn_bench.timing import Budget, Clock, peak_mib, time_interleaved, wall_milliseconds
 from attn_bench.truth import Tensors
 from attn_bench.workload import Inputs, Workload, gradients, make_inputs, make_workload
-
-# a row is unstable if its rounds' medians differ by more than this factor
-STEADY = 1.15
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,17 @@ class Runner:
         `cases`.  Nothing a provider does ends the run: a wrong result, a refusal, running out of
         memory or any other error is a row.
         """
-        clock = Clock(self.device)
+        clock, gauge = Clock(self.device), open_gauge(self.device)
         for shape, group in groupby(cases, key=lambda case: case.shape):
             # the compiled code of one shape is no use to the next, and torch stops compiling a
             # function anew after a few shapes
             torch.compiler.reset()
-            yield from self._rows_of_shape(shape, list(group), clock)
+            yield from self._rows_of_shape(shape, list(group), clock, gauge)
             self._release()
 
-    def _rows_of_shape(self, shape: Case, cases: list[Case], clock: Clock) -> Iterator[Row]:
+    def _rows_of_shape(
+        self, shape: Case, cases: list[Case], clock: Clock, gauge: Callable[[], Reading] | None
+    ) -> Iterator[Row]:
         try:
             inputs = make_inputs(shape, self.device)
             oracle = Oracle(shape, inputs, LIMITS[self.device.type])
@@ -77,7 +78,7 @@ class Runner:
         checked = {each.name: self._check(each, shape, inputs, oracle) for each in self.providers}
         ready = {name: each for name, each in checked.items() if isinstance(each, Ready)}
         for case in cases:
-            timed = time_case(case, ready, inputs, clock, self.budget)
+            timed = time_case(case, ready, inputs, clock, self.budget, gauge)
             for name, each in checked.items():
                 row = replace(each, case=case) if isinstance(each, Row) else timed[name]
                 yield self._rated(row)
@@ -195,9 +196,18 @@ def first_forward(attention: Attention, inputs: Inputs) -> tuple[Tensors, float]
 
 
 def time_case(
-    case: Case, ready: dict[str, Ready], inputs: Inputs, clock: Clock, budget: Budget
+    case: Case,
+    ready: dict[str, Ready],
+    inputs: Inputs,
+    clock: Clock,
+    budget: Budget,
+    gauge: Callable[[], Reading] | None = None,
 ) -> dict[str, Row]:
-    """Return the row of every provider that is ready, timed or with the reason why it is not."""
+    """Return the row of every provider that is ready, timed or with the reason why it is not.
+
+    `gauge` reads the GPU's clock and temperature after each round.
+    """
+    readings: list[Reading] = []
     rows = {name: replace(each.row, case=case) for name, each in ready.items()}
 
     def fail(name: str, error: Exception) -> None:
@@ -209,17 +219,21 @@ def time_case(
             rows[name] = rows[name].failed("unsupported", "it has no backward")
         else:
             workloads[name] = make_workload(case.mode, each.attention, inputs)
-    for name, timing in time_interleaved(workloads, clock, budget, fail).items():
+
+    def watch() -> None:
+        if gauge is not None:
+            readings.append(gauge())
+
+    timings = time_interleaved(workloads, clock, budget, fail, watch)
+    weather = weather_of(readings)
+    for name, timing in timings.items():
         try:
             peak = peak_mib(workloads[name], inputs.q.device)
         except Exception as error:
             fail(name, error)
             continue
-        is_unstable = rows[name].is_performance and timing.drift > STEADY
         rows[name] = replace(
-            rows[name],
-            state="unstable" if is_unstable else "ok",
-            detail=f"the rounds' medians differ by {timing.drift - 1:.0%}" if is_unstable else "",
+            with_stability(rows[name], timing.drift, weather),
             median_ms=timing.median_ms,
             p20_ms=timing.p20_ms,
             p80_ms=timing.p80_ms,

@@ -103,10 +103,12 @@ def time_interleaved(
     clock: Clock,
     budget: Budget,
     on_failure: Callable[[str, Exception], None],
+    on_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Timing]:
     """Time every workload, interleaved in rounds.
 
-    A workload that raises is handed to `on_failure` and left out of the result.
+    A workload that raises is handed to `on_failure` and left out of the result.  `on_round` is
+    called after each round, the one that warms up included.
     """
     running = dict(workloads)
     samples: dict[str, list[float]] = {name: [] for name in running}
@@ -122,11 +124,13 @@ def time_interleaved(
     # two runs to warm up; the second one tells how many repetitions the budget holds
     warm = {name: sample(name, 2) for name in list(running)}
     counts = {name: repetitions(warm[name][-1], budget) // ROUNDS for name in running}
+    on_round()
     for turn in range(ROUNDS):
         names = list(running)
         shift = turn % max(len(names), 1)
         for name in itertools.chain(names[shift:], names[:shift]):
             samples[name] += sample(name, counts[name])
+        on_round()
     return {name: summarize(samples[name]) for name in running}
 
 

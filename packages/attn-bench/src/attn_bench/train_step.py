@@ -1,82 +1,64 @@
 """``attn-bench train-step``: what an attention backend makes of a whole training step.
 
-The step of the first backend and the times of the attentions alone predict the step of every other
-one (Amdahl): what is not attention stays.  The difference is what the kernel's figures do not say.
+The step is tiny-llm's own: autocast, the loss in chunks if asked for, clipping, fused AdamW.  The
+step of the first backend and the times of the attentions alone predict the step of every other one
+(Amdahl): what is not attention stays.  The difference is what the kernel's figures do not say.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
-from attn_bench.case import DTYPES, Case
+from attn_bench.case import DTYPES
 from attn_bench.failures import failure_state, one_line
 from attn_bench.results import Row
-from attn_bench.runner import STEADY
-from attn_bench.timing import ROUNDS, Budget, Clock, Timing, time_interleaved
+from attn_bench.stability import with_stability
+from attn_bench.step_shape import StepShape
+from attn_bench.timing import (
+    MIB,
+    ROUNDS,
+    Budget,
+    Clock,
+    Timing,
+    time_interleaved,
+    wall_milliseconds,
+)
 from attn_bench.training import LOSS_BOUND_PER_STEP
 from attn_bench.workload import Workload, make_inputs, make_workload
 from tiny_llm import attention
-from tiny_llm.config import ModelConfig, TrainingConfig
 from tiny_llm.optimizer import build_optimizer
+from tiny_llm.throughput import device_peak, flops_per_token
+from tiny_llm.training import Stepper, build_scaler
 from tiny_llm.transformer import Transformer
 
 SUITE = "train_step"
-# nats that a loss may differ where weights and activations are rounded to 8 or 11 bits
+# nats that a loss may differ where activations are rounded to 8 or 11 bits
 HALF_LOSS_BOUND = 0.02
 
 
 @dataclass(frozen=True)
-class StepShape:
-    """The model that is trained, on random tokens, and for how many timed steps."""
-
-    d_model: int
-    num_layers: int
-    num_heads: int
-    batch_size: int
-    steps: int
-    dtype: str
-
-    def __str__(self) -> str:
-        return (
-            f"model: {self.num_layers} layers, d_model {self.d_model}, {self.num_heads} heads, "
-            f"batch {self.batch_size}, {self.dtype}; {self.steps} timed steps"
-        )
-
-    def config(self, seqlen: int, backend: str) -> ModelConfig:
-        """Return the model's configuration."""
-        return ModelConfig(
-            d_model=self.d_model,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            d_ff=3 * self.d_model,
-            max_seq_len=seqlen,
-            attention=backend,
-        )
-
-    def case(self, seqlen: int) -> Case:
-        """Return the attention of one layer."""
-        head_dim = self.d_model // self.num_heads
-        return Case(
-            *(self.dtype, self.batch_size, self.num_heads, seqlen, seqlen, head_dim),
-            is_causal=True,
-            mode="fwd+bwd",
-        )
-
-
-@dataclass(frozen=True)
 class Step:
-    """One backend at one length: its row, the attentions' share, and the losses."""
+    """One backend at one length: its row, the attentions' share, and the losses.
+
+    Attributes:
+        mfu: Share of the device's peak, by tiny-llm's convention; None if the peak is not known.
+    """
 
     row: Row
     attention_ms: float
     losses: tuple[float, ...]
     loss_difference: float = 0.0
+    mfu: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens trained on in a second, None of a step that was not timed."""
+        if self.row.median_ms is None:
+            return None
+        return self.row.case.batch * self.row.case.seqlen_q / (self.row.median_ms * 1e-3)
 
 
 def time_training(
@@ -87,8 +69,12 @@ def time_training(
     found: list[Step] = []
     with tqdm(total=len(seqlens), unit="length") as progress:
         for seqlen in seqlens:
+            # the compiled code of one length is no use to the next, and counts against a limit
+            torch.compiler.reset()
             steps = _time_length(shape, seqlen, list(dict.fromkeys(backends)), clock, device)
             found += [predicted(step, steps[0], shape) for step in steps]
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
             progress.update()
     return found
 
@@ -97,8 +83,9 @@ def predicted(step: Step, first: Step, shape: StepShape) -> Step:
     """Return the step with its prediction, and ``wrong`` if its losses are not the first one's."""
     if first.row.median_ms is None or step.row.median_ms is None:
         return step
-    rest = first.row.median_ms - shape.num_layers * first.attention_ms
-    expected = rest + shape.num_layers * step.attention_ms
+    layers = shape.model.num_layers
+    rest = first.row.median_ms - layers * first.attention_ms
+    expected = rest + layers * step.attention_ms
     differences = [abs(a - b) for a, b in zip(step.losses, first.losses, strict=True)]
     difference = max(each if each == each else float("inf") for each in differences)
     bound = LOSS_BOUND_PER_STEP * len(step.losses) if shape.dtype == "fp32" else HALF_LOSS_BOUND
@@ -117,7 +104,8 @@ class _Trained:
 
     step: Workload
     attention: Workload
-    losses: list[Tensor]
+    losses: list[float]
+    stepper: Stepper
 
 
 def _time_length(
@@ -126,39 +114,50 @@ def _time_length(
     """Time all backends at one length, interleaved, so that a drift of the clock hits all alike."""
     failures: dict[str, Exception] = {}
     models = {name: _prepare(shape, seqlen, name, device) for name in backends}
+    first_ms = {name: _first_step(name, each, failures) for name, each in models.items()}
     count = max(shape.steps, ROUNDS)
-    attentions = time_interleaved(
-        {name: each.attention for name, each in models.items()},
-        clock,
-        Budget(seconds=0.0, least=count, most=count),
-        failures.__setitem__,
-    )
-    timings = time_interleaved(
-        {name: models[name].step for name in attentions},
-        clock,
-        Budget(seconds=0.0, least=count, most=count),
-        failures.__setitem__,
-    )
-    semantics = {"what": "training step", "layers": shape.num_layers, "d_model": shape.d_model}
+    budget = Budget(seconds=0.0, least=count, most=count)
+
+    def timed(workloads: dict[str, Workload]) -> dict[str, Timing]:
+        working = {name: each for name, each in workloads.items() if name not in failures}
+        return time_interleaved(working, clock, budget, failures.__setitem__)
+
+    attentions = timed({name: each.attention for name, each in models.items()})
+    # what compiles anew while it is timed is no training step
+    with torch.compiler.set_stance("fail_on_recompile" if shape.is_compiled else "default"):
+        timings = timed({name: each.step for name, each in models.items()})
     steps = []
     for name, each in models.items():
-        is_cuda = device.type == "cuda"
-        row = Row(SUITE, name, shape.case(seqlen), "ok", is_performance=is_cuda)
-        row = replace(row, semantics=semantics)
+        row = Row(SUITE, name, shape.case(seqlen), "ok", is_performance=device.type == "cuda")
+        row = replace(row, semantics=_semantics(shape, each), first_call_ms=first_ms[name])
+        if name not in failures:
+            try:
+                row = replace(with_times(row, timings[name]), peak_mib=_peak_mib(each, device))
+            except Exception as error:
+                failures[name] = error
         if name in failures:
-            error = failures[name]
-            steps.append(Step(row.failed(failure_state(error), one_line(error)), 0.0, ()))
+            failure = failures[name]
+            steps.append(Step(row.failed(failure_state(failure), one_line(failure)), 0.0, ()))
             continue
-        losses = tuple(loss.item() for loss in each.losses)
-        steps.append(Step(with_times(row, timings[name]), attentions[name].median_ms, losses))
+        step = Step(row, attentions[name].median_ms, tuple(each.losses))
+        steps.append(replace(step, mfu=_mfu(step, shape, each, device)))
     return steps
+
+
+def _first_step(name: str, trained: _Trained, failures: dict[str, Exception]) -> float | None:
+    """Return the wall time of the first step in ms, with compiling; None if it failed."""
+    state = trained.step.prepare()
+    try:
+        return wall_milliseconds(lambda: trained.step.run(state), trained.stepper.device)
+    except Exception as error:  # a backend may be foreign code, and its failure is a result
+        failures[name] = error
+        return None
 
 
 def with_times(row: Row, timing: Timing) -> Row:
     """Return the row with its times."""
     return replace(
-        row,
-        state="unstable" if row.is_performance and timing.drift > STEADY else "ok",
+        with_stability(row, timing.drift, None),
         median_ms=timing.median_ms,
         p20_ms=timing.p20_ms,
         p80_ms=timing.p80_ms,
@@ -167,30 +166,71 @@ def with_times(row: Row, timing: Timing) -> Row:
     )
 
 
+def _semantics(shape: StepShape, trained: _Trained) -> dict[str, str | int | bool]:
+    return {
+        "what": "training step; peak_mib is all it holds, weights and optimizer too",
+        "model": shape.name,
+        "layers": shape.model.num_layers,
+        "d_model": shape.model.d_model,
+        "vocabulary": shape.model.vocab_size,
+        "parameters": trained.stepper.model.num_parameters(),
+        "compiled": shape.is_compiled,
+        "loss_chunk": shape.loss_chunk,
+    }
+
+
+def _peak_mib(trained: _Trained, device: torch.device) -> float | None:
+    """Return the most memory that one step holds, with weights and optimizer; None on a CPU.
+
+    What the other models hold meanwhile is left out.
+    """
+    if device.type != "cuda":
+        return None
+    stepper = trained.stepper
+    stepper.optimizer.zero_grad(set_to_none=True)
+    state = [value for each in stepper.optimizer.state.values() for value in each.values()]
+    own: int = sum(each.nbytes for each in [*stepper.model.parameters(), *state] if each.is_cuda)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    trained.step.run(trained.step.prepare())
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before + own
+    stepper.optimizer.zero_grad(set_to_none=True)
+    return peak / MIB
+
+
+def _mfu(step: Step, shape: StepShape, trained: _Trained, device: torch.device) -> float | None:
+    peak, rate = device_peak(device, shape.dtype), step.tokens_per_second
+    if peak is None or rate is None:
+        return None
+    model = trained.stepper.model
+    return (
+        rate * flops_per_token(model.config, model.num_parameters(), step.row.case.seqlen_q) / peak
+    )
+
+
 def _prepare(shape: StepShape, seqlen: int, backend: str, device: torch.device) -> _Trained:
     torch.manual_seed(0)
-    config = shape.config(seqlen, backend)
-    model = Transformer(config).to(device=device, dtype=getattr(torch, DTYPES[shape.dtype]))
-    model.train()
-    settings = TrainingConfig(batch_size=shape.batch_size, seq_len=seqlen, steps=shape.steps)
+    config, settings = shape.config(seqlen, backend), shape.training(seqlen)
+    with device:  # drawing a large model's weights on a CPU takes longer than timing it
+        model = Transformer(config).train()
+    dtype: torch.dtype = getattr(torch, DTYPES[shape.dtype])
+    model.resolve_attention(device=device, dtype=dtype, seq_len=seqlen, needs_grad=True)
     optimizer = build_optimizer(model, settings)
+    stepper = Stepper(model, optimizer, build_scaler(settings, device), settings)
     generator = torch.Generator().manual_seed(1)
-    size = (shape.batch_size, seqlen + 1)
-    losses: list[Tensor] = []
+    losses: list[float] = []
 
     def step(tokens: Tensor | None) -> None:
         if tokens is None:
             raise TypeError("a step needs its tokens")
-        logits = model(tokens[:, :-1])
-        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        losses.append(loss.detach())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        clip_grad_norm_(model.parameters(), settings.grad_clip)
-        optimizer.step()
+        losses.append(stepper.backward(tokens[:, :-1], tokens[:, 1:]))
+        stepper.update()
 
     def draw() -> Tensor:
-        return torch.randint(config.vocab_size, size, generator=generator).to(device)
+        size = (settings.batch_size, seqlen + 1)
+        return torch.randint(config.vocab_size, size, generator=generator)
 
     case, function = shape.case(seqlen), attention.get(backend)
 
@@ -198,24 +238,4 @@ def _prepare(shape: StepShape, seqlen: int, backend: str, device: torch.device) 
         return function(q, k, v, is_causal=True)
 
     alone = make_workload(case.mode, attend, make_inputs(case, device))
-    return _Trained(Workload(draw, step), alone, losses)
-
-
-def step_table(steps: Sequence[Step]) -> str:
-    """Return a line per length and backend: measured, predicted, the difference, and the losses."""
-    body = []
-    for each in steps:
-        row, measured = each.row, each.row.median_ms
-        expected = row.predicted_ms or 0.0
-        times = ["", "", ""]
-        if measured is not None:
-            share = measured / expected - 1 if expected > 0 else float("nan")
-            times = [f"{measured:.2f}", f"{expected:.2f}", f"{share:+.1%}"]
-        loss = f"{each.loss_difference:.1e}"
-        cells = [str(row.case.seqlen_q), row.provider, *times, f"{each.attention_ms:.3f}", loss]
-        body.append([*cells, row.detail or row.state])
-    headers = [
-        *("n", "attention", "step ms", "predicted ms", "difference"),
-        *("attention ms per layer", "loss difference", "verdict"),
-    ]
-    return tabulate(body, headers, disable_numparse=True)
+    return _Trained(Workload(draw, step), alone, losses, stepper)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from attn_bench.workload import Inputs
 from tiny_llm.attention import AttentionFn
+from tiny_llm.batches import sample_batch
 from tiny_llm.config import ModelConfig, TrainingConfig
-from tiny_llm.data import TokenFile, prepare_tokens, sample_batch, stdlib_sources
+from tiny_llm.data import TokenFile, prepare_tokens, stdlib_sources
 from tiny_llm.tokenizer import ByteTokenizer
 from tiny_llm.training import train_steps
 from tiny_llm.transformer import Block, Transformer

@@ -85,6 +85,11 @@ class KVCache:
         return len(self._host_lengths)
 
     @property
+    def host_lengths(self) -> tuple[int, ...]:
+        """The numbers in `lengths`, known without waiting for the device."""
+        return tuple(self._host_lengths)
+
+    @property
     def nbytes(self) -> int:
         """Memory of the buffers in bytes."""
         return self._k.nbytes + self._v.nbytes
@@ -135,6 +140,11 @@ class KVCache:
         Raises:
             ConfigError: A number is negative or goes past the capacity, or there are not B of them.
         """
+        if isinstance(counts, int) and 0 <= counts <= self.capacity - max(self._host_lengths):
+            # without a copy from the host: each token that is decoded comes here
+            self._host_lengths = [length + counts for length in self._host_lengths]
+            self.lengths += counts
+            return
         counts = [counts] * self.batch_size if isinstance(counts, int) else list(counts)
         if len(counts) != self.batch_size or min(counts) < 0:
             message = f"`counts` must be {self.batch_size} numbers from 0, got {counts}"
@@ -160,6 +170,11 @@ class KVCache:
         self._host_lengths = lengths
         # in place: a captured CUDA graph goes on reading this tensor
         self.lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
+
+    def fill_normal(self, generator: torch.Generator) -> None:
+        """Put random keys and values everywhere, for tests and benchmarks."""
+        for buffer in (self._k, self._v):
+            buffer.normal_(generator=generator)
 
     @property
     def _is_uniform(self) -> bool:

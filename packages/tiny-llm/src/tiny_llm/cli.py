@@ -25,8 +25,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "train": ("TrainOptions", "tiny_llm.run:train", "train a model"),
     "resume": ("TrainOptions", "tiny_llm.run:train", "go on training where a run was stopped"),
     "eval": ("EvalOptions", "tiny_llm.commands:evaluate", "say how well a model predicts a text"),
-    "generate": ("GenerateOptions", "tiny_llm.commands:generate", "continue a prompt"),
-    "chat": ("ChatOptions", "tiny_llm.commands:chat", "continue what you type, line by line"),
+    "generate": ("GenerateOptions", "tiny_llm.talking:generate", "continue a prompt"),
+    "chat": ("ChatOptions", "tiny_llm.talking:chat", "talk with a model, line by line"),
     "info": ("InfoOptions", "tiny_llm.describe:info", "describe a run, tokens or this machine"),
     "attention": (
         "AttentionOptions",

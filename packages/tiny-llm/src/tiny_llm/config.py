@@ -45,6 +45,12 @@ class TrainingConfig:
     )
     decay_fraction: float = setting(0.2, "share of the steps in which wsd decays")
     compile: bool = setting(False, "compile model and loss with torch.compile")
+    within_documents: bool = setting(
+        False, "let tokens attend within their own document only; positions restart with each"
+    )
+    loss_chunk: int = setting(
+        0, "tokens whose logits are held at a time, which saves memory (0: those of all)"
+    )
     activation_checkpointing: bool = setting(
         False, "compute each block again in the backward pass instead of keeping its activations"
     )
@@ -53,7 +59,7 @@ class TrainingConfig:
         check_types(self)
         for name in ("batch_size", "seq_len", "steps", "micro_batches"):
             check_range(self, name, minimum=1)
-        for name in ("warmup_steps", "weight_decay"):
+        for name in ("warmup_steps", "weight_decay", "loss_chunk"):
             check_range(self, name, minimum=0)
         check_range(self, "seed", minimum=0, maximum=MAX_SEED)
         for name in ("final_lr_fraction", "decay_fraction"):
@@ -61,6 +67,8 @@ class TrainingConfig:
         check_positive_finite(self, "learning_rate")
         _check_choice(self, "precision", PRECISIONS)
         _check_choice(self, "schedule", SCHEDULES)
+        if self.loss_chunk and self.precision == "fp16":
+            raise ConfigError("`loss_chunk` is not for precision 'fp16': use bf16 or fp32")
         if not self.grad_clip > 0:
             message = f"`grad_clip` must be above 0, got {self.grad_clip}"
             raise ConfigError(message)

@@ -1,4 +1,4 @@
-"""Tokens from text files, and batches from tokens."""
+"""Tokens from text files; `tiny_llm.batches` draws from them."""
 
 import sysconfig
 import zlib
@@ -6,9 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-import numpy as np
-import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from tiny_llm.documents import Document, find_sources, iter_documents
@@ -22,11 +19,9 @@ __all__ = [
     "TokenFile",
     "TokenShards",
     "Tokens",
-    "check_long_enough",
     "open_tokens",
     "prepare_shards",
     "prepare_tokens",
-    "sample_batch",
     "stdlib_sources",
 ]
 
@@ -114,43 +109,6 @@ def open_tokens(path: str | Path) -> Tokens:
         FormatError: It is foreign, incomplete or damaged.
     """
     return TokenShards.open(path) if Path(path).is_dir() else TokenFile.open(path)
-
-
-def sample_batch(
-    tokens: Tokens | TokenArray, batch_size: int, seq_len: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Draw windows at random places; returns inputs and targets ``[batch_size, seq_len]``, int64.
-
-    The target of a token is the token after it.
-
-    Args:
-        tokens: A token file, or an array of ids ``[count]``.
-        batch_size: Number of windows.
-        seq_len: Tokens per window.
-        generator: A CPU generator; its state alone decides the places.
-
-    Raises:
-        ConfigError: There are fewer than seq_len + 1 tokens.
-    """
-    check_long_enough(tokens, seq_len)
-    starts = torch.randint(len(tokens) - seq_len, (batch_size,), generator=generator)
-    windows = np.stack([tokens[start : start + seq_len + 1] for start in starts.tolist()])
-    batch = torch.from_numpy(windows.astype(np.int64))  # [batch_size, seq_len + 1]
-    return batch[:, :-1], batch[:, 1:]
-
-
-def check_long_enough(tokens: Tokens | TokenArray, seq_len: int) -> None:
-    """Refuse tokens that are too few for one window and the target of its last token.
-
-    Raises:
-        ConfigError: There are fewer than seq_len + 1 tokens.
-    """
-    if len(tokens) < seq_len + 1:
-        message = (
-            f"seq_len={seq_len} needs at least {seq_len + 1} tokens, got {len(tokens)}; "
-            "prepare more text or lower seq_len"
-        )
-        raise ConfigError(message)
 
 
 def stdlib_sources(max_bytes: int | None = None) -> list[Path]:

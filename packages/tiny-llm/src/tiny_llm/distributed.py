@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from tiny_llm.errors import ConfigError
 from tiny_llm.transformer import Transformer
@@ -47,6 +47,8 @@ class Parallel:
             for block in model.blocks:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
+            # the chunked loss calls this in place of `forward`
+            register_fsdp_forward_method(model, "hidden_states")
 
     def replicate(self, module: nn.Module) -> nn.Module:
         """Under ddp, return the module that averages its gradients over the processes."""

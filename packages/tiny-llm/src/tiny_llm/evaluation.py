@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from tiny_llm.data import Tokens, check_long_enough
+from tiny_llm.batches import check_long_enough, positions_in_documents
+from tiny_llm.data import Tokens
 from tiny_llm.distributed import SINGLE, Parallel
 from tiny_llm.loss import LanguageModelLoss
+from tiny_llm.packing import Packing
 from tiny_llm.tokenizer import Tokenizer
 
 
@@ -49,6 +51,8 @@ def evaluate(
     batch_size: int,
     max_batches: int | None = None,
     precision: str = "fp32",
+    chunk_tokens: int = 0,
+    within_documents: bool = False,
     parallel: Parallel = SINGLE,
 ) -> Evaluation:
     """Predict the windows at the beginning of a text, one after the other, without overlap.
@@ -60,7 +64,9 @@ def evaluate(
         seq_len: Tokens per window.
         batch_size: Windows at a time.
         max_batches: Stop after so many; by default at the end of the text.
-        precision: As in `TrainingConfig`.
+        precision: As in `TrainingConfig`, like the next two.
+        chunk_tokens: Tokens whose logits are held at a time, its `loss_chunk`.
+        within_documents: Whether tokens see their own document only.
         parallel: The processes that share the work; all of them get the whole result.
 
     Raises:
@@ -71,7 +77,7 @@ def evaluate(
     if max_batches is not None:
         windows = min(windows, max_batches * batch_size)
     device = next(model.parameters()).device
-    loss = LanguageModelLoss(model, precision)
+    loss = LanguageModelLoss(model, precision, chunk_tokens)
     # every process makes the same number of calls, as sharded models need, on its own windows
     share = math.ceil(windows / parallel.world_size)
     total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -83,7 +89,12 @@ def evaluate(
         counted = torch.tensor([first + i < windows for i in range(count)])
         tensor = torch.from_numpy(batch.astype(np.int64))
         targets = torch.where(counted[:, None], tensor[:, 1:], -100)
-        total[0] += loss(tensor[:, :-1].to(device), targets.to(device))
+        given: list[Tensor | Packing] = [tensor[:, :-1].to(device), targets.to(device)]
+        if within_documents:
+            starts = [number * seq_len for number in numbers]
+            positions = positions_in_documents(tokens, starts, seq_len)
+            given.append(Packing.from_positions(positions).to(device))
+        total[0] += loss(*given)
         real = tensor[counted][:, 1:].flatten().tolist()
         total[1] += len(tokenizer.decode_bytes(real))
     nats, num_bytes = parallel.total(total).tolist()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tiny_llm.cache import KVCache
+from tiny_llm.decoding import DecodingStep, capacity_for, resolve_mode
 from tiny_llm.errors import ConfigError
 from tiny_llm.sampling import Sampling, sample_token
 from tiny_llm.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ def generate(
     repetition_penalty: float = 1.0,
     generator: torch.Generator | None = None,
     stop_token: int | None = None,
+    decode: str = "eager",
 ) -> Iterator[int]:
     """Yield the tokens that follow `prompt`, as they are drawn.
 
@@ -42,6 +44,7 @@ def generate(
         repetition_penalty: Above 1, makes tokens that the text already has less likely.
         generator: A CPU generator; the same state gives the same text on every run.
         stop_token: End before yielding this one.
+        decode: How a token is computed, see `decoding.resolve_mode`.
 
     Raises:
         ConfigError: An argument is out of its range.  Raised at the call, not at the first token.
@@ -53,6 +56,7 @@ def generate(
         sampling=Sampling(repetition_penalty, temperature, top_k, top_p),
         generators=None if generator is None else [generator],
         stop_tokens=() if stop_token is None else (stop_token,),
+        decode=decode,
     )
     return (token for (token,) in steps if token is not None)
 
@@ -65,6 +69,7 @@ def generate_batch(
     sampling: Sampling | None = None,
     generators: Sequence[torch.Generator] | None = None,
     stop_tokens: Collection[int] = (),
+    decode: str = "eager",
 ) -> Iterator[list[int | None]]:
     """Yield, step by step, the next token of each of several prompts, or None where one has ended.
 
@@ -77,9 +82,13 @@ def generate_batch(
         sampling: How to draw; by default from the softmax.
         generators: A CPU generator for each prompt; by default torch's own for all.
         stop_tokens: A text ends before any of these.
+        decode: How a token is computed: "eager"; "graph", a CUDA graph; "compile"; or "auto", the
+            second on a GPU where the attention allows it.  See `decoding.resolve_mode`.
 
     Raises:
         ConfigError: An argument is out of its range.  Raised at the call, not at the first token.
+        AttentionUnavailable: The model's attention cannot read the static cache of a `decode` that
+            was asked for.
     """
     if not prompts or not all(prompts):
         raise ConfigError("`prompt` must have at least one token, got none")
@@ -91,11 +100,12 @@ def generate_batch(
         raise ConfigError(message)
     draws: Sequence[torch.Generator | None] = generators or [None] * len(prompts)
     how = sampling or Sampling()
+    mode = resolve_mode(model, decode)
 
     def steps() -> Iterator[list[int | None]]:
         texts = [list(prompt) for prompt in prompts]
         running = [True] * len(texts)
-        reader = _Reader(model, texts)
+        reader = _Reader(model, texts, max_new_tokens, mode)
         for _ in range(max_new_tokens):
             step: list[int | None] = [None] * len(texts)
             for row, logits in enumerate(reader.next_logits()):
@@ -134,9 +144,12 @@ def stream_text(tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
 class _Reader:
     """Reads growing texts with a model, each token once as long as they fit into its window."""
 
-    def __init__(self, model: Transformer, texts: list[list[int]]) -> None:
-        self._model, self._texts = model, texts
+    def __init__(
+        self, model: Transformer, texts: list[list[int]], max_new_tokens: int, mode: str
+    ) -> None:
+        self._model, self._texts, self._mode = model, texts, mode
         self._window = model.config.max_seq_len
+        self._step: DecodingStep | None = None
         weight = model.embedding.weight
         self._device = weight.device
         self._cache: KVCache | None = None
@@ -146,18 +159,29 @@ class _Reader:
             dtype = (
                 torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
             )
-            self._cache = KVCache(model.config, len(texts), device=weight.device, dtype=dtype)
+            self._cache = KVCache(
+                model.config,
+                len(texts),
+                capacity=capacity_for(model, max(map(len, texts)) + max_new_tokens),
+                device=weight.device,
+                dtype=dtype,
+            )
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
         """Return the logits ``[B, vocab_size]`` after each text."""
         if self._cache is not None and max(map(len, self._texts)) > self._window:
-            self._cache = None
+            self._cache = self._step = None
         if self._cache is None:
             return torch.stack([self._uncached(text) for text in self._texts])
-        held = self._cache.lengths.tolist()
+        held = self._cache.host_lengths
+        if self._step is not None:
+            return self._step([text[-1] for text in self._texts])
         new = [text[start:] for text, start in zip(self._texts, held, strict=True)]
-        return self._cached(self._cache, new)
+        logits = self._cached(self._cache, new)
+        if self._mode != "eager":
+            self._step = DecodingStep(self._model, self._cache, self._mode)
+        return logits
 
     def _cached(self, cache: KVCache, new: list[list[int]]) -> Tensor:
         counts = [len(tokens) for tokens in new]
@@ -165,11 +189,13 @@ class _Reader:
         for row, tokens in enumerate(new):
             # padding comes after the tokens, where the causal mask hides it from them
             rectangle[row, : len(tokens)] = torch.tensor(tokens)
-        logits = self._model(rectangle.to(self._device), cache=cache)  # [B, T, vocab_size]
-        cache.advance(counts)
+        hidden = self._model.hidden_states(rectangle.to(self._device), cache=cache)
         last = torch.tensor(counts, device=self._device) - 1
-        picked: Tensor = logits[torch.arange(len(new), device=self._device), last]
-        return picked
+        # the logits of a whole prompt would be its largest tensor
+        picked: Tensor = hidden[torch.arange(len(new), device=self._device), last]
+        cache.advance(counts[0] if len(set(counts)) == 1 else counts)
+        logits: Tensor = self._model.head(picked)  # [B, vocab_size]
+        return logits
 
     def _uncached(self, text: list[int]) -> Tensor:
         visible = torch.tensor([text[-self._window :]], device=self._device)

@@ -28,7 +28,8 @@ class ModelConfig:
 
     `attention` is a choice for all layers, or a mapping from layers to choices such as
     ``{"0": "eager", "1-7": "flash"}``, where ``"*"`` stands for the layers not named otherwise.  A
-    choice is a backend's name, ``"auto"``, or ``"prefer:flash,sdpa"`` (see `tiny_llm.attention`).
+    choice is a backend's name, ``"auto"``, ``"prefer:flash,sdpa"``, or ``"policy:FILE"`` with what
+    `attn-bench policy` wrote (see `tiny_llm.attention`).
 
     Raises:
         ConfigError: A field is out of range, or the width cannot be split into heads.

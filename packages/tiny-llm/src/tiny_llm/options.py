@@ -121,35 +121,58 @@ class SamplingOptions:
     top_p: float = setting(1.0, "draw from the fewest likeliest that have this probability")
     repetition_penalty: float = setting(1.0, "above 1, makes tokens already there less likely")
     seed: int = setting(0, "decides the draws")
+    decode: str = setting(
+        "auto",
+        "how a token is computed: eager, graph (a CUDA graph), compile (torch.compile, on a GPU in "
+        "a graph), or auto (a graph where there can be one)",
+    )
+
+
+CHECKPOINT = setting(REQUIRED, "folder of a run, its checkpoint, or a Hugging Face folder")
+CHAT_TEMPLATE = setting("", "file with a Jinja chat template (default: the checkpoint's, if any)")
+PRECISION = setting(
+    "", "fp32, bf16 or fp16: convert the weights, and compute in that (default: as saved)"
+)
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
     """Print a prompt and what the model makes of it, as it is drawn.
 
-    Example:
+    Examples:
       tiny-llm generate --checkpoint runs/first --prompt "def "
+      tiny-llm generate --checkpoint a-qwen3 --as-chat --prompt "Why?" --precision bf16
     """
 
-    checkpoint: str = setting(REQUIRED, "folder of a run, or its checkpoint")
+    checkpoint: str = CHECKPOINT
     prompt: str = setting("", "text to continue")
-    attention: str = setting("", "attention backend (default: the one trained with)")
+    as_chat: bool = setting(
+        False, "print the answer to the prompt, put to the model in its chat template"
+    )
+    chat_template: str = CHAT_TEMPLATE
+    attention: str = setting("", "attention backend (default: a run's own, or auto)")
+    precision: str = PRECISION
     device: str = DEVICE
     sampling: SamplingOptions = SamplingOptions()
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Talk with a model: each line you type is continued; an empty line or Ctrl-D ends.
+    """Talk with a model: each line you type is answered; an empty line or Ctrl-D ends.
 
-    A small model trained on plain text goes on with your text rather than answering it.
+    With a chat template, the checkpoint's own or a file, the conversation is put into its form.
+    Without one the model goes on with your text, as a small model trained on plain text will.
 
-    Example:
+    Examples:
       tiny-llm chat --checkpoint runs/first --temperature 0.7
+      tiny-llm chat --checkpoint a-qwen3 --system "Answer in one word." --precision bf16
     """
 
-    checkpoint: str = setting(REQUIRED, "folder of a run, or its checkpoint")
-    attention: str = setting("", "attention backend (default: the one trained with)")
+    checkpoint: str = CHECKPOINT
+    system: str = setting("", "what the model is told before the conversation")
+    chat_template: str = CHAT_TEMPLATE
+    attention: str = setting("", "attention backend (default: a run's own, or auto)")
+    precision: str = PRECISION
     device: str = DEVICE
     sampling: SamplingOptions = SamplingOptions()
 
@@ -175,7 +198,7 @@ class AttentionOptions:
     """
 
     action: Positional[str] = field(default="explain", metadata={"help": "explain"})
-    choice: str = setting("auto", "a backend's name, auto, or prefer:flash,sdpa")
+    choice: str = setting("auto", "a backend's name, auto, prefer:flash,sdpa, or policy:FILE")
     num_heads: int = setting(8, "heads of the queries")
     num_kv_heads: int | None = setting(None, "heads of keys and values (default: num_heads)")
     head_dim: int = setting(64, "width of a head")

@@ -157,6 +157,8 @@ class Reporter:
             batch_size=max(1, training.batch_size // training.micro_batches),
             max_batches=self.config.eval_batches,
             precision=training.precision,
+            chunk_tokens=training.loss_chunk,
+            within_documents=training.within_documents,
             parallel=self.parallel,
         )
 

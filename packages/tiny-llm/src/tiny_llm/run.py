@@ -29,7 +29,7 @@ from tiny_llm.transformer import Transformer
 
 # a run's other settings decide its losses, so they cannot change half-way
 FREE_ON_RESUME = frozenset(
-    {"steps", "attention", "micro_batches", "compile", "activation_checkpointing"}
+    {"steps", "attention", "micro_batches", "compile", "activation_checkpointing", "loss_chunk"}
 )
 
 
@@ -158,7 +158,11 @@ def _with_settled_attention(run: Run, device: torch.device) -> Run:
     """
     dtype = AUTOCAST.get(run.config.precision, torch.float32)
     resolutions = run.model.resolve_attention(
-        device=device, dtype=dtype, seq_len=run.config.seq_len, needs_grad=True
+        device=device,
+        dtype=dtype,
+        seq_len=run.config.seq_len,
+        needs_grad=True,
+        packed=run.config.within_documents,
     )
     chosen = tuple(each.chosen for each in resolutions)
     if run.attention and run.attention != chosen:

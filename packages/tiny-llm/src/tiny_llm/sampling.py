@@ -62,10 +62,9 @@ def sample_token(
         context: The text so far, for the repetition penalty.
         generator: A CPU generator; its state alone decides the draw.
     """
-    # on the CPU the draw does not depend on the device; float64 bears the tiniest temperature
-    logits = logits.double().cpu()
+    logits = logits.double()  # which bears the tiniest temperature
     if sampling.repetition_penalty != 1 and context:
-        seen = torch.tensor(sorted(set(context)))
+        seen = torch.tensor(sorted(set(context)), device=logits.device)
         values, penalty = logits[seen], sampling.repetition_penalty
         logits = logits.index_put(
             (seen,), torch.where(values > 0, values / penalty, values * penalty)
@@ -73,10 +72,11 @@ def sample_token(
     if sampling.temperature == 0:
         return int(logits.argmax())
     kept = len(logits) if sampling.top_k is None else min(sampling.top_k, len(logits))
-    best = logits.topk(kept)
-    # the largest becomes 0 before the division, so a tiny temperature gives 0 and -inf, never NaN
-    weights = torch.softmax((best.values - best.values[0]) / sampling.temperature, dim=0)
+    values, indices = (each.cpu() for each in logits.topk(kept))
+    # from here on the CPU, where the draw does not depend on the device; the largest becomes 0
+    # before the division, so a tiny temperature gives 0 and -inf, never NaN
+    weights = torch.softmax((values - values[0]) / sampling.temperature, dim=0)
     # a token stays if those before it do not make up top_p yet: the likeliest one always does
     weights[weights.cumsum(0) - weights >= sampling.top_p] = 0
     choice = torch.multinomial(weights, 1, generator=generator)
-    return int(best.indices[choice])
+    return int(indices[choice])

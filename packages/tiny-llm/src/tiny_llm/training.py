@@ -13,12 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from tiny_llm.batches import (
+    check_long_enough,
+    draw_starts,
+    positions_in_documents,
+    sample_batch,
+)
 from tiny_llm.config import TrainingConfig
-from tiny_llm.data import TokenArray, Tokens, check_long_enough, sample_batch
+from tiny_llm.data import TokenArray, Tokens
 from tiny_llm.distributed import SINGLE, Parallel
 from tiny_llm.errors import ConfigError, TrainingError
 from tiny_llm.loss import LanguageModelLoss, checkpoint_activations, count_targets
 from tiny_llm.optimizer import build_optimizer, learning_rate_at
+from tiny_llm.packing import Packing
 from tiny_llm.transformer import Transformer
 
 
@@ -62,7 +69,8 @@ def train_steps(
     for step in range(start_step, config.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, config)
-        losses.append(stepper.backward(*batch_at(step, tokens, config)))
+        positions = positions_at(step, tokens, config) if config.within_documents else None
+        losses.append(stepper.backward(*batch_at(step, tokens, config), positions))
         if not math.isfinite(losses[-1]):
             message = f"the loss is {losses[-1]} at step {step}; lower the learning rate"
             raise TrainingError(message)
@@ -87,13 +95,15 @@ class Stepper:
         self.config, self.parallel = config, parallel
         self.device = next(model.parameters()).device
         checkpoint_activations(model, enabled=config.activation_checkpointing)
-        loss = LanguageModelLoss(model, config.precision)
+        loss = LanguageModelLoss(model, config.precision, config.loss_chunk)
         if config.compile:
             loss.compile()
         self.loss = parallel.replicate(loss)
 
-    def backward(self, inputs: Tensor, targets: Tensor) -> float:
+    def backward(self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> float:
         """Return the mean loss of a whole batch ``[B, T]``, and leave its gradient in the model.
+
+        With `positions` that restart at 0 no token sees what is before its own restart.
 
         Each micro-batch adds the *sum* of its losses, divided by the number of targets in the
         whole batch: so every token weighs the same, however the batch is cut.
@@ -101,14 +111,15 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         num_targets = count_targets(targets)
         parts = self.config.micro_batches
-        batches = [each.tensor_split(parts) for each in map(self.parallel.rows, (inputs, targets))]
+        whole = (inputs, targets) if positions is None else (inputs, targets, positions)
+        batches = [each.tensor_split(parts) for each in map(self.parallel.rows, whole)]
         total = torch.zeros((), device=self.device)
         # the processes' gradients are averaged, and ours are to be added
         weight = self.parallel.world_size / num_targets
-        for part, (part_inputs, part_targets) in enumerate(zip(*batches, strict=True)):
+        for part, batch in enumerate(zip(*batches, strict=True)):
             last = part == parts - 1
             with self.parallel.accumulating(self.loss, self.model, last=last):
-                loss = self.loss(self._placed(part_inputs), self._placed(part_targets))
+                loss = self.loss(*self._placed(*batch))
                 self.scaler.scale(loss * weight).backward()
             total += loss.detach()
         return self.parallel.total(total).item() / num_targets
@@ -121,7 +132,16 @@ class Stepper:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _placed(self, batch: Tensor) -> Tensor:
+    def _placed(
+        self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor | Packing, ...]:
+        placed: list[Tensor | Packing] = [self._moved(inputs), self._moved(targets)]
+        if positions is not None:
+            # made on the CPU: how many documents there are must be known to both sides
+            placed.append(Packing(*map(self._moved, Packing.from_positions(positions))))
+        return tuple(placed)
+
+    def _moved(self, batch: Tensor) -> Tensor:
         if self.device.type == "cuda":
             return batch.pin_memory().to(self.device, non_blocking=True)
         return batch.to(self.device)
@@ -136,10 +156,23 @@ def batch_at(
     step: int, tokens: Tokens | TokenArray, config: TrainingConfig
 ) -> tuple[Tensor, Tensor]:
     """Return inputs and targets ``[batch_size, seq_len]`` of one step of the run."""
+    return sample_batch(tokens, config.batch_size, config.seq_len, _generator_of(step, config))
+
+
+def positions_at(step: int, tokens: Tokens | TokenArray, config: TrainingConfig) -> Tensor:
+    """Return the inputs' positions in their documents ``[batch_size, seq_len]``, of one step.
+
+    Raises:
+        ConfigError: `tokens` is a bare array, which knows no documents.
+    """
+    starts = draw_starts(tokens, config.batch_size, config.seq_len, _generator_of(step, config))
+    return positions_in_documents(tokens, starts, config.seq_len)
+
+
+def _generator_of(step: int, config: TrainingConfig) -> torch.Generator:
     # SeedSequence mixes the two: seed 0 at step 1 and seed 1 at step 0 have nothing in common
     (mixed,) = np.random.SeedSequence([config.seed, step]).generate_state(1)
-    generator = torch.Generator().manual_seed(int(mixed))
-    return sample_batch(tokens, config.batch_size, config.seq_len, generator)
+    return torch.Generator().manual_seed(int(mixed))
 
 
 def check_rows(config: TrainingConfig, parallel: Parallel) -> None:

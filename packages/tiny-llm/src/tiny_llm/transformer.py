@@ -23,6 +23,7 @@ from tiny_llm.config import ModelConfig
 from tiny_llm.errors import ConfigError
 from tiny_llm.feed_forward import SwiGLU
 from tiny_llm.norm import RMSNorm
+from tiny_llm.packing import Packing
 from tiny_llm.rope import RotaryEmbedding
 
 INIT_STD = 0.02
@@ -50,10 +51,14 @@ class Block(nn.Module):
         self.feed_forward = SwiGLU(config.d_model, config.d_ff)
 
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, cache: AttentionCache | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: AttentionCache | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """Map x ``[B, T, d_model]`` to the same shape; see `MultiHeadAttention.forward`."""
-        x = x + self.attention(self.attention_norm(x), positions, cache)
+        x = x + self.attention(self.attention_norm(x), positions, cache, packing=packing)
         out: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return out
 
@@ -94,14 +99,31 @@ class Transformer(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         cache: AttentionCache | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """Return the logits ``[B, T, vocab_size]`` of each next token, for tokens ``[B, T]``.
+
+        See `hidden_states` for the arguments and errors.
+        """
+        logits: Tensor = self.head(self.hidden_states(tokens, positions, cache, packing))
+        return logits
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        cache: AttentionCache | None = None,
+        packing: Packing | None = None,
+    ) -> Tensor:
+        """Return what the output layer gets, ``[B, T, d_model]``, for tokens ``[B, T]``.
 
         Args:
             tokens: Token ids, int64.
             positions: Where they stand, int64 ``[T]`` or ``[B, T]``; by default behind the cache's
                 tokens, or from 0.
             cache: Keys and values of the tokens before these; see `tiny_llm.cache`.
+            packing: The documents of a packed batch; each token then sees its own document only,
+                and positions are counted within it.
 
         Raises:
             ConfigError: `tokens` is not a matrix of int64, or is longer than `max_seq_len`.
@@ -114,9 +136,9 @@ class Transformer(nn.Module):
             raise ConfigError(message)
         x = self.embedding(tokens)  # [B, T, d_model]
         for block in self.blocks:
-            x = block(x, positions, cache)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+            x = block(x, positions, cache, packing)
+        out: Tensor = self.norm(x)
+        return out
 
     def resolve_attention(
         self,
@@ -125,6 +147,8 @@ class Transformer(nn.Module):
         dtype: torch.dtype,
         seq_len: int | None = None,
         needs_grad: bool = False,
+        packed: bool = False,
+        ragged: bool = False,
     ) -> tuple[Resolution, ...]:
         """Fix each layer's backend for what it is going to be given; return the decisions.
 
@@ -135,6 +159,8 @@ class Transformer(nn.Module):
             dtype: What its attention will compute in (under autocast, autocast's).
             seq_len: Length of its sequences, if it is always the same.
             needs_grad: Whether it will be trained.
+            packed: Whether its sequences hold several documents, given as a `Packing`.
+            ragged: Whether it reads a cache of sequences of different lengths, or a static one.
 
         Raises:
             AttentionUnavailable: A layer's choice cannot serve; says why and what to do.
@@ -147,6 +173,8 @@ class Transformer(nn.Module):
             "capability": capability_of(device),
             "dtype": str(dtype).removeprefix("torch."),
             "needs_grad": needs_grad,
+            "packed": packed,
+            "ragged": ragged,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         layers = [cast("Block", block).attention for block in self.blocks]

@@ -4,11 +4,16 @@ import torch
 
 from attn_bench.case import check_name
 from attn_bench.providers.base import Attention, Provider, why_no_compile
-from attn_bench.providers.flash_kernel_attention import FLASH_KERNEL_PROVIDERS, MOCK_MAX_SEQLEN
+from attn_bench.providers.flash_kernel_attention import (
+    CACHE_PROVIDERS,
+    FLASH_KERNEL_PROVIDERS,
+    MOCK_MAX_SEQLEN,
+)
 from attn_bench.providers.others import OTHER_PROVIDERS
 from attn_bench.providers.torch_attention import DENSE_PROVIDERS, LAYER_PROVIDERS, SDPA_PROVIDERS
 
 __all__ = [
+    "DECODE_PROVIDERS",
     "FLASH_PROVIDERS",
     "LAYER_PROVIDERS",
     "MOCK_MAX_SEQLEN",
@@ -31,6 +36,9 @@ FLASH_PROVIDERS = {
         *OTHER_PROVIDERS,
     )
 }
+
+# one query over a cache: what reads a cache joins
+DECODE_PROVIDERS = {**FLASH_PROVIDERS, **{each.name: each for each in CACHE_PROVIDERS}}
 
 
 def pick_providers(

@@ -1,4 +1,4 @@
-"""A choice that waits for its tensors: "auto" and "prefer:..." as an `AttentionFn`."""
+"""A choice that waits for its tensors: "auto", "prefer:..." and "policy:..." as `AttentionFn`."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from tiny_llm.attention.registry import logger
 from tiny_llm.attention.request import AttentionRequest
 from tiny_llm.attention.resolve import search
 from tiny_llm.errors import ConfigError
+from tiny_llm.packing import Packing
 
 REQUESTS_KEPT = 256
 
@@ -21,7 +22,7 @@ class AutomaticAttention:
     the answer ahead, which a model that is going to be compiled needs.
 
     Args:
-        choice: "auto" or "prefer:a,b".
+        choice: "auto", "prefer:a,b" or "policy:FILE".
     """
 
     def __init__(self, choice: str) -> None:
@@ -39,6 +40,7 @@ class AutomaticAttention:
         window: int | None = None,
         scale: float | None = None,
         key_lengths: Tensor | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         """See `AttentionFn`.
 
@@ -58,10 +60,17 @@ class AutomaticAttention:
         if scale is not None:
             options["scale"] = scale
         request = AttentionRequest.from_tensors(
-            q, k, is_causal=is_causal, ragged=key_lengths is not None, **options
+            q,
+            k,
+            is_causal=is_causal,
+            ragged=key_lengths is not None,
+            packed=packing is not None,
+            **options,
         )
         if key_lengths is not None:
             options["key_lengths"] = key_lengths
+        if packing is not None:
+            options["packing"] = packing
         return self._function_for(request)(q, k, v, is_causal=is_causal, **options)
 
     def _function_for(self, request: AttentionRequest) -> AttentionFn:

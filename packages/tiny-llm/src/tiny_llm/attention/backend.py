@@ -38,6 +38,7 @@ class AttentionFn(Protocol):
         window       int, a causal row sees only the last that many of its keys, itself included
         scale        float, factor of the scores instead of ``D ** -0.5``
         key_lengths  int64 [B], the number n of keys of each sequence; it takes the place of N above
+        packing      `tiny_llm.packing.Packing`, for M = N: a row sees keys of its own document only
 
     and k, v may have fewer heads than q, each serving ``H / H_kv`` query heads in a row.
     """
@@ -164,6 +165,7 @@ class FunctionBackend(AttentionBackend):
             "window": request.window is not None,
             "scale": request.scale is not None,
             "key_lengths": request.ragged,
+            "packing": request.packed,
         }
         found = [
             Reason(name, f"its function takes no `{name}`", f"add the keyword `{name}` to it")

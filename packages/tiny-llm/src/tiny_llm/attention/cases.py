@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tiny_llm.packing import Packing
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -20,6 +22,7 @@ class Case:
         window: Keys a row sees.
         scale: Factor of the scores.
         key_lengths: Of the 2 sequences.
+        documents: Lengths of the documents in each of the 2 sequences.
         transposed: Hand over views of ``[B, M, H, D]`` memory.
     """
 
@@ -31,6 +34,7 @@ class Case:
     window: int | None = None
     scale: float | None = None
     key_lengths: tuple[int, int] | None = None
+    documents: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     transposed: bool = False
 
     def options(self, device: str) -> dict[str, Any]:
@@ -42,8 +46,13 @@ class Case:
             given["scale"] = self.scale
         if self.key_lengths is not None:
             given["key_lengths"] = torch.tensor(self.key_lengths, device=device)
+        if self.documents is not None:
+            rows = [[i for length in each for i in range(length)] for each in self.documents]
+            given["packing"] = Packing.from_positions(torch.tensor(rows)).to(device)
         return given
 
+
+DOCUMENTS = ((33,), (1, 16, 16))
 
 CASES = (
     Case("causal"),
@@ -66,6 +75,9 @@ CASES = (
     Case("key lengths and window", seqlen_q=3, key_lengths=(33, 9), window=7),
     Case("key lengths, not causal", seqlen_q=3, key_lengths=(33, 9), is_causal=False),
     Case("key lengths and rows that see no key", seqlen_q=5, key_lengths=(33, 2)),
+    Case("documents", documents=((5, 28), (20, 1, 12))),
+    Case("documents, shared heads and window", documents=DOCUMENTS, num_kv_heads=2, window=7),
+    Case("documents, not causal", documents=DOCUMENTS, is_causal=False),
 )
 
 
@@ -90,6 +102,7 @@ def attention_by_rows(
     window: int | None = None,
     scale: float | None = None,
     key_lengths: Tensor | None = None,
+    packing: Packing | None = None,
 ) -> Tensor:
     """Return attention from its definition: for each sequence, head and row a softmax and a sum."""
     batch, num_heads, seqlen_q, head_dim = q.shape
@@ -105,6 +118,9 @@ def attention_by_rows(
                 if end <= 0:
                     rows.append(q[b, h, i] * 0.0)
                     continue
+                if packing is not None:
+                    own = (packing.document_ids[b] == packing.document_ids[b, i]).nonzero()
+                    start, end = max(start, int(own[0])), min(end, int(own[-1]) + 1)
                 keys, values = k[b, h // group, start:end], v[b, h // group, start:end]
                 rows.append(torch.softmax(scale * (keys @ q[b, h, i]), dim=0) @ values)
     return torch.stack(rows).reshape(batch, num_heads, seqlen_q, head_dim)

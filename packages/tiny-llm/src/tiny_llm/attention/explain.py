@@ -110,6 +110,7 @@ QUESTIONS: dict[str, AttentionRequest] = {
     "GQA": _request(num_kv_heads=2),
     "window": _request(window=32),
     "key lengths": _request(ragged=True),
+    "documents": _request(packed=True),
     "D = 256": _request(head_dim=256),
 }
 

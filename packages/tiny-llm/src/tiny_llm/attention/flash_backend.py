@@ -48,6 +48,9 @@ class FlashBackend(AttentionBackend):
         if request.ragged and not module.HAS_MASK:
             text = f"flash-kernel {self.probe().version} has no mask, which key lengths need"
             found.append(Reason("key_lengths", text, fix))
+        if request.packed and not module.HAS_VARLEN:
+            text = f"flash-kernel {self.probe().version} has no varlen attention"
+            found.append(Reason("documents", text, fix))
         return found
 
     def traits(self, request: AttentionRequest) -> Traits:
@@ -72,6 +75,8 @@ class MockBackend(FlashBackend):
         if request.ragged:
             text = "the mock takes no lengths of the keys of each sequence"
             found.append(Reason("key_lengths", text, "use 'flash'"))
+        if request.packed:
+            found.append(Reason("documents", "the mock has no packed sequences", "use 'flash'"))
         return found
 
     def installed_limits(self, request: AttentionRequest) -> list[Reason]:

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from tiny_llm.attention.backend import AttentionBackend, Reason, Traits, only
 from tiny_llm.attention.request import AttentionRequest
+from tiny_llm.packing import Packing
 
 MASKS_KEPT = 64
 
@@ -22,10 +24,15 @@ def flex(
     is_causal: bool,
     window: int | None = None,
     scale: float | None = None,
+    packing: Packing | None = None,
 ) -> Tensor:
     """Compute `AttentionFn` with `flex_attention`; compiled on a GPU, dense elsewhere."""
     seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
-    block_mask = _block_mask(seqlen_q, seqlen_k, window, q.device) if is_causal else None
+    block_mask = None
+    if packing is not None:
+        block_mask = _packed_mask(packing.document_ids, is_causal, window)
+    elif is_causal:
+        block_mask = _block_mask(seqlen_q, seqlen_k, window, q.device)
     attend = _compiled() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
     grouped = q.shape[1] != k.shape[1]
     with warnings.catch_warnings():
@@ -54,6 +61,42 @@ def _block_mask(
         return seen if window is None else seen & (key > own - window)
 
     return create_block_mask(visible, None, None, seqlen_q, seqlen_k, device=device)
+
+
+def _packed_mask(document_ids: Tensor, is_causal: bool, window: int | None) -> BlockMask:
+    """Return the mask of a packed batch; all layers of a forward pass share one."""
+    if torch.compiler.is_compiling():  # there equal masks are made once anyway
+        return _new_packed_mask(document_ids, is_causal, window)
+    key = (id(document_ids), is_causal, window)
+    if key not in _packed or _packed[key][0]() is not document_ids:
+        _packed.clear()  # the last batch's
+        mask = _new_packed_mask(document_ids, is_causal, window)
+        _packed[key] = weakref.ref(document_ids), mask
+    return _packed[key][1]
+
+
+_packed: dict[tuple[int, bool, int | None], tuple[weakref.ref[Tensor], BlockMask]] = {}
+
+
+def _new_packed_mask(document_ids: Tensor, is_causal: bool, window: int | None) -> BlockMask:
+    batch, seqlen = document_ids.shape
+
+    def visible(b: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        seen = document_ids[b, row] == document_ids[b, key]
+        if is_causal:
+            seen = seen & (key <= row)
+        return seen if window is None else seen & (key > row - window)
+
+    # compiled it never holds the mask of single pairs, [B, T, T]
+    compiled = document_ids.is_cuda and not torch.compiler.is_compiling()
+    create = _compiled_creation() if compiled else create_block_mask
+    mask: BlockMask = create(visible, batch, None, seqlen, seqlen, device=document_ids.device)
+    return mask
+
+
+@functools.cache
+def _compiled_creation() -> Any:
+    return torch.compile(create_block_mask)
 
 
 class FlexBackend(AttentionBackend):

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tiny_llm.packing import Packing
+
 
 def causal_mask(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
     """Return the boolean mask ``[M, N]`` that is True where query i may see key j.
@@ -24,8 +26,9 @@ def visible_keys(
     is_causal: bool,
     window: int | None = None,
     key_lengths: Tensor | None = None,
+    packing: Packing | None = None,
 ) -> Tensor:
-    """Return the mask ``[M, N]``, or ``[B, 1, M, N]`` with key lengths: True where seen.
+    """Return the mask ``[M, N]``, or ``[B, 1, M, N]`` where sequences differ: True where seen.
 
     Args:
         q: Queries ``[B, H, M, D]``.
@@ -33,7 +36,12 @@ def visible_keys(
         is_causal: Row i sees the keys ``j <= i + n - M``, with n = N or the sequence's length.
         window: Of those the last this many.
         key_lengths: Number of keys of each sequence, int64 ``[B]``; by default all N.
+        packing: Documents of the sequences, for M = N; none sees another.
     """
+    if packing is not None:
+        ids = packing.document_ids[:, None]  # [B, 1, T]
+        own_document = ids[..., :, None] == ids[..., None, :]
+        return own_document & visible_keys(q, k, is_causal=is_causal, window=window)
     seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
     keys = torch.arange(seqlen_k, device=q.device)
     rows = torch.arange(seqlen_q, device=q.device)[:, None]  # [M, 1]

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from tiny_llm.attention.automatic import AutomaticAttention
 from tiny_llm.attention.backend import AttentionFn
 from tiny_llm.attention.request import AttentionRequest
-from tiny_llm.attention.resolve import AUTO, PREFER, resolve
+from tiny_llm.attention.resolve import is_search, resolve
 from tiny_llm.cache import AttentionCache
 from tiny_llm.errors import AttentionUnavailable, ConfigError
 from tiny_llm.norm import RMSNorm
+from tiny_llm.packing import Packing
 from tiny_llm.rope import RotaryEmbedding
 
 
@@ -20,7 +21,8 @@ class MultiHeadAttention(nn.Module):
     Args:
         d_model: Width of the input and the output.
         num_heads: Number of query heads H.
-        attention: Name of a registered backend, "auto", "prefer:a,b", or the function itself.
+        attention: Name of a registered backend, "auto", "prefer:a,b", "policy:FILE", or the
+            function itself.
         num_kv_heads: Key and value heads H_kv, each serving ``H / H_kv`` query heads (GQA); by
             default as many as query heads.
         head_dim: Width D of a head, by default ``d_model / num_heads``.
@@ -80,23 +82,35 @@ class MultiHeadAttention(nn.Module):
         cache: AttentionCache | None = None,
         *,
         is_causal: bool = True,
+        packing: Packing | None = None,
     ) -> Tensor:
         """Map x ``[B, T, d_model]`` to the same shape.
 
         Args:
             x: The new tokens.
             positions: Where they stand, int64 ``[T]`` or ``[B, T]``; by default behind the cache's
-                tokens, or from 0.
+                tokens, those of the packing, or from 0.
             cache: Earlier tokens' keys and values, which the new ones see and join.
             is_causal: Each token sees only those before it, and itself.
+            packing: The documents in x, none of which sees another; without a cache.
+
+        Raises:
+            ConfigError: Both a cache and a packing are given.
+            AttentionUnavailable: The attention function lacks what this call needs.
         """
         q = self.q_norm(self._split_heads(self.q_proj(x)))
         k = self.k_norm(self._split_heads(self.k_proj(x)))
         v = self._split_heads(self.v_proj(x))
+        if cache is not None and packing is not None:
+            raise ConfigError("a packed sequence has no cache: pass one of `cache` and `packing`")
         if positions is None and cache is not None:
             positions = cache.positions(x.shape[1])
+        if positions is None and packing is not None:
+            positions = packing.positions
         q, k = self.add_positions(q, k, positions)
         options: dict[str, Any] = {} if self.window is None else {"window": self.window}
+        if packing is not None:
+            options["packing"] = packing
         if cache is not None:
             k, v = cache.update(self.layer_index, k, v)
             lengths = cache.key_lengths(x.shape[1])
@@ -127,7 +141,7 @@ class MultiHeadAttention(nn.Module):
     def _choose(self, attention: str | AttentionFn) -> AttentionFn:
         if not isinstance(attention, str):
             return attention
-        if attention == AUTO or attention.startswith(PREFER):
+        if is_search(attention):
             return AutomaticAttention(attention)
         return resolve(self.request(), attention).attention_fn
 
@@ -144,7 +158,7 @@ class MultiHeadAttention(nn.Module):
                 raise
             message = (
                 f"the attention of layer {self.layer_index} takes no `{lacking[0]}`, which this "
-                "call needs: use 'sdpa' or 'prefer:flash,sdpa', or prompts of one length"
+                "call needs: use 'sdpa' or 'prefer:flash,sdpa'"
             )
             raise AttentionUnavailable(message) from error
 

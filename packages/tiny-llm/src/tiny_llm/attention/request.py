@@ -30,6 +30,7 @@ class AttentionRequest:
         window: Keys a row sees up to its own, itself included; None is no limit.  Causal only.
         scale: Factor of the scores; None means ``D ** -0.5``.
         ragged: The keys of each sequence end elsewhere (`key_lengths` of `AttentionFn`).
+        packed: Sequences hold several documents (`packing` of `AttentionFn`).
         device: Device type, such as "cpu" or "cuda".
         capability: Compute capability of a CUDA device, such as ``(9, 0)``.
         dtype: Element type without its module, such as "bfloat16".
@@ -49,6 +50,7 @@ class AttentionRequest:
     window: int | None = None
     scale: float | None = None
     ragged: bool = False
+    packed: bool = False
     device: str | None = None
     capability: tuple[int, int] | None = None
     dtype: str | None = None
@@ -86,6 +88,7 @@ class AttentionRequest:
         window: int | None = None,
         scale: float | None = None,
         ragged: bool = False,
+        packed: bool = False,
     ) -> "AttentionRequest":
         """Describe the call for q ``[B, H, M, D]`` and k ``[B, H_kv, N, D]``."""
         return cls(
@@ -98,6 +101,7 @@ class AttentionRequest:
             window=window,
             scale=scale,
             ragged=ragged,
+            packed=packed,
             device=q.device.type,
             capability=capability_of(q.device),
             dtype=str(q.dtype).removeprefix("torch."),
@@ -118,7 +122,7 @@ class AttentionRequest:
     @property
     def needs_mask(self) -> bool:
         """Whether a kernel with nothing but a square causal switch would need a mask tensor."""
-        if self.ragged or self.window is not None:
+        if self.ragged or self.packed or self.window is not None:
             return True
         rows, keys = self.seqlen_q, self.seqlen_k
         return self.is_causal and rows is not None and keys is not None and 1 < rows < keys
@@ -137,6 +141,7 @@ class AttentionRequest:
             "causal" if self.is_causal else "not causal",
             self.window and f"window {self.window}",
             self.ragged and "ragged",
+            self.packed and "packed",
             self.needs_grad and "with gradients",
             self.deterministic and "deterministic",
         ]

@@ -1,7 +1,8 @@
 """From a request and a choice to a backend, with the reasons for and against.
 
 A choice is a name, which is obeyed or refused; "auto", which takes the first valid backend of
-`AUTO_ORDER`; or "prefer:a,b", which takes the first valid one of its own list.
+`AUTO_ORDER`; "prefer:a,b", which takes the first valid one of its own list; or "policy:FILE", which
+takes the first valid one of those that were measured to be fast, then goes on as "auto".
 """
 
 from collections.abc import Iterable
@@ -10,11 +11,13 @@ from typing import Any
 
 from tiny_llm.attention import registry
 from tiny_llm.attention.backend import AttentionFn, Reason, Traits
+from tiny_llm.attention.policy import read_policy
 from tiny_llm.attention.request import AttentionRequest
 from tiny_llm.errors import AttentionUnavailable, ConfigError, MissingAttentionError
 
 AUTO = "auto"
 PREFER = "prefer:"
+POLICY = "policy:"
 AUTO_ORDER = {"cuda": ("flash", "sdpa", "eager")}
 AUTO_ORDER_ELSEWHERE = ("sdpa", "eager")
 
@@ -129,10 +132,24 @@ def search(request: AttentionRequest, choice: str) -> Resolution:
     raise refusal(request, choice, trace)
 
 
+def is_search(choice: str) -> bool:
+    """Say whether a choice is one between backends, which waits for what it is asked."""
+    return choice == AUTO or choice.startswith((PREFER, POLICY))
+
+
 def candidates(request: AttentionRequest, choice: str) -> tuple[str, ...]:
-    """Return the names that a choice tries, in order."""
+    """Return the names that a choice tries, in order.
+
+    Raises:
+        ConfigError: "prefer:" with no names, or a policy of another device.
+        FileError, FormatError: The policy cannot be read.
+    """
+    automatic = AUTO_ORDER.get(request.device or "", AUTO_ORDER_ELSEWHERE)
     if choice == AUTO:
-        return AUTO_ORDER.get(request.device or "", AUTO_ORDER_ELSEWHERE)
+        return automatic
+    if choice.startswith(POLICY):
+        measured = read_policy(choice.removeprefix(POLICY)).order(request)
+        return tuple(dict.fromkeys((*measured, *automatic)))
     if not choice.startswith(PREFER):
         return (choice,)
     listed = tuple(name.strip() for name in choice.removeprefix(PREFER).split(","))

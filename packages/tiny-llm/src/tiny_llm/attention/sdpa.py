@@ -14,6 +14,7 @@ from tiny_llm.attention.backend import (
 )
 from tiny_llm.attention.mask import repeat_heads, visible_keys
 from tiny_llm.attention.request import AttentionRequest
+from tiny_llm.packing import Packing
 
 HALF = ("bfloat16", "float16")
 SMALL_SMEM = ((8, 6), (8, 9), (12, 0), (12, 1))  # compute capabilities with little shared memory
@@ -28,6 +29,7 @@ def sdpa_attention(
     window: int | None = None,
     scale: float | None = None,
     key_lengths: Tensor | None = None,
+    packing: Packing | None = None,
 ) -> Tensor:
     """Compute `AttentionFn` with `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -35,10 +37,11 @@ def sdpa_attention(
     bottom-right.  The two agree for M = N; a single query sees every key.
     """
     seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
-    if key_lengths is not None or (window is not None and window < seqlen_k):
-        return _with_mask(q, k, v, is_causal, window, scale, key_lengths)
+    is_plain = key_lengths is None and packing is None
+    if not is_plain or (window is not None and window < seqlen_k):
+        return _with_mask(q, k, v, is_causal, window, scale, key_lengths, packing)
     if is_causal and 1 < seqlen_q < seqlen_k:
-        return _with_mask(q, k, v, is_causal, None, scale, None)
+        return _with_mask(q, k, v, is_causal, None, scale, None, None)
     grouped = q.shape[1] != k.shape[1]
     if is_causal and seqlen_q > seqlen_k:
         # the first M - N queries see no key; the others are a square causal problem
@@ -60,11 +63,30 @@ def _with_mask(
     window: int | None,
     scale: float | None,
     key_lengths: Tensor | None,
+    packing: Packing | None,
 ) -> Tensor:
+    visible = visible_keys(
+        q, k, is_causal=is_causal, window=window, key_lengths=key_lengths, packing=packing
+    )
+    if q.shape[-2] == 1 and q.shape[1] != k.shape[1]:
+        # a single row sees the same keys in every head: those that share a key head are its rows
+        batch, heads, _, head_dim = q.shape
+        rows = q.reshape(batch, k.shape[1], -1, head_dim)
+        return _masked(rows, k, v, visible, scale, key_lengths).reshape(batch, heads, 1, head_dim)
     # no fused kernel of torch takes both a mask and shared heads
     k, v = repeat_heads(k, v, q.shape[1])
-    visible = visible_keys(q, k, is_causal=is_causal, window=window, key_lengths=key_lengths)
-    if key_lengths is None and q.shape[-2] <= k.shape[-2]:
+    return _masked(q, k, v, visible, scale, key_lengths)
+
+
+def _masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float | None,
+    key_lengths: Tensor | None,
+) -> Tensor:
+    if key_lengths is None and visible.shape[-2] <= k.shape[-2]:
         return scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
     # a row that sees nothing is undefined in torch: let it see everything, and clear it after
     empty = ~visible.any(dim=-1, keepdim=True)
@@ -84,6 +106,7 @@ def pinned(kernel: SDPBackend) -> AttentionFn:
         window: int | None = None,
         scale: float | None = None,
         key_lengths: Tensor | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         with sdpa_kernel(kernel):
             return sdpa_attention(
@@ -94,6 +117,7 @@ def pinned(kernel: SDPBackend) -> AttentionFn:
                 window=window,
                 scale=scale,
                 key_lengths=key_lengths,
+                packing=packing,
             )
 
     return attend
@@ -178,6 +202,8 @@ def _no_mask(request: AttentionRequest) -> list[Reason]:
         return []
     if request.ragged:
         what = "key lengths"
+    elif request.packed:
+        what = "documents in one sequence"
     elif request.window is not None:
         what = f"a window of {request.window}"
     else:

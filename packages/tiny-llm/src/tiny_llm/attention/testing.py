@@ -9,7 +9,8 @@ the same dtype, twice over, and a few roundings.
 """
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -37,14 +38,24 @@ class Check:
 
 
 def assert_conforms(
-    name: str, *, device: str = "cpu", dtypes: Iterable[str] = ("float64", "float32")
+    name: str,
+    *,
+    device: str = "cpu",
+    dtypes: Iterable[str] = ("float64", "float32"),
+    cases: Sequence[Case] = CASES,
 ) -> list[Check]:
     """Raise unless a backend passes every case it does not refuse; return the checks.
+
+    Args:
+        name: Of the backend.
+        device: Where to run it.
+        dtypes: Each case is tried in each of them.
+        cases: Which; the fewer, the less there is to compile.
 
     Raises:
         AssertionError: A case failed, or every one was refused; the message lists them.
     """
-    checks = check_backend(name, device=device, dtypes=dtypes)
+    checks = check_backend(name, device=device, dtypes=dtypes, cases=cases)
     failed = [check for check in checks if check.outcome == "failed"]
     if failed or all(check.outcome == "refused" for check in checks):
         lines = [f"{each.case} [{each.dtype}]: {each.detail}" for each in failed or checks]
@@ -58,6 +69,7 @@ def check_backend(
     device: str = "cpu",
     dtypes: Iterable[str] = ("float64", "float32"),
     head_dim: int = 32,
+    cases: Sequence[Case] = CASES,
 ) -> list[Check]:
     """Run every case in every dtype, with gradients where the backend has a backward.
 
@@ -68,7 +80,7 @@ def check_backend(
     return [
         check_case(backend, case, dtype=dtype, device=device, head_dim=head_dim)
         for dtype in dtypes
-        for case in CASES
+        for case in cases
     ]
 
 
@@ -84,6 +96,7 @@ def check_case(
         window=case.window,
         scale=case.scale,
         ragged=case.key_lengths is not None,
+        packed=case.documents is not None,
     )
     traits = backend.traits(request)
     has_backward = traits.backward != "none"
@@ -94,7 +107,8 @@ def check_case(
         return Check(case.name, dtype, "refused", "; ".join(map(str, reasons)))
     try:
         got = _results(backend.load(), (q, k, v), case.options(device), has_backward)
-        problem = _problem(case, (q, k, v), got, has_backward=has_backward)
+        reference = _reference(case, dtype, head_dim, has_backward)
+        problem = _problem(case, (q, k, v), got, reference)
         if not problem and traits.deterministic:
             again = _results(backend.load(), (q, k, v), case.options(device), has_backward)
             problem = _difference(got, again)
@@ -104,16 +118,22 @@ def check_case(
     return Check(case.name, dtype, "failed" if problem else "passed", problem)
 
 
+@functools.cache
+def _reference(case: Case, dtype: str, head_dim: int, has_backward: bool) -> tuple[Tensor, ...]:
+    """Return what is right for a case's inputs, by rows in float64; all backends share it."""
+    inputs = make_inputs(case, dtype=dtype, device="cpu", head_dim=head_dim)
+    wide = tuple(x.detach().double().requires_grad_() for x in inputs)
+    return _results(attention_by_rows, wide, case.options("cpu"), has_backward)
+
+
 def _problem(
-    case: Case, inputs: tuple[Tensor, ...], got: tuple[Tensor, ...], *, has_backward: bool
+    case: Case, inputs: tuple[Tensor, ...], got: tuple[Tensor, ...], expected: tuple[Tensor, ...]
 ) -> str:
     """Return what is wrong with a backend's results, "" if nothing."""
     if got[0].dtype != inputs[0].dtype:
         return f"o must have the dtype of q, {inputs[0].dtype}, got {got[0].dtype}"
-    wide = tuple(x.detach().cpu().double().requires_grad_() for x in inputs)
-    expected = _results(attention_by_rows, wide, case.options("cpu"), has_backward)
     options = case.options(inputs[0].device.type)
-    plain = _results(scaled_dot_product_attention, inputs, options, has_backward)
+    plain = _results(scaled_dot_product_attention, inputs, options, len(expected) > 1)
     problems = []
     for name, x, reference, usual in zip(NAMES, got, expected, plain, strict=False):
         if x.shape != reference.shape:

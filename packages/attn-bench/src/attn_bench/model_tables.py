@@ -1,0 +1,57 @@
+"""Training and decoding steps of whole models as text."""
+
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from attn_bench.decoding import Decoded
+from attn_bench.train_step import Step
+
+
+def step_table(steps: Sequence[Step]) -> str:
+    """Return a line per length and backend: measured, predicted, the difference, and the losses."""
+    body = []
+    for each in steps:
+        row, measured = each.row, each.row.median_ms
+        expected = row.predicted_ms or 0.0
+        times = [""] * 6
+        if measured is not None:
+            share = measured / expected - 1 if expected > 0 else float("nan")
+            times = [
+                f"{measured:.2f}",
+                f"{each.tokens_per_second or 0.0:,.0f}",
+                "unknown" if each.mfu is None else f"{each.mfu:.1%}",
+                "" if row.peak_mib is None else f"{row.peak_mib / 1024:.1f}",
+                f"{expected:.2f}",
+                f"{share:+.1%}",
+            ]
+        loss = f"{each.loss_difference:.1e}"
+        name = f"{'~' if row.state == 'unstable' else ''}{row.provider}"
+        cells = [str(row.case.seqlen_q), str(row.case.batch), name, *times]
+        body.append([*cells, f"{each.attention_ms:.3f}", loss, row.detail or row.state])
+    headers = [
+        *("n", "batch", "attention", "step ms", "tokens/s", "MFU", "peak GiB"),
+        *("predicted ms", "difference", "attention ms per layer", "loss difference", "verdict"),
+    ]
+    return tabulate(body, headers, disable_numparse=True)
+
+
+def decoding_table(found: Sequence[Decoded]) -> str:
+    """Return a line per batch, context and way of decoding."""
+    body = []
+    for each in found:
+        row, rate = each.row, each.tokens_per_second
+        times = [""] * 4
+        if row.median_ms is not None:
+            times = [
+                f"{row.median_ms:.3f}",
+                f"{rate or 0.0:,.0f}",
+                f"{row.gb_s or 0.0:.4g}",
+                "" if row.roofline_share is None else f"{row.roofline_share:.0%}",
+            ]
+        first = "" if row.first_call_ms is None else f"{row.first_call_ms / 1e3:.1f}"
+        name = f"{'~' if row.state == 'unstable' else ''}{row.provider}"
+        cells = [str(row.case.batch), str(row.case.seqlen_k), name, *times, first]
+        body.append([*cells, row.detail or row.state])
+    headers = ["batch", "context", "attention, decoding", "ms a token", "tokens/s", "GB/s"]
+    return tabulate(body, [*headers, "of copy", "first s", "verdict"], disable_numparse=True)
