@@ -1,10 +1,43 @@
-"""Host side of the backward kernel."""
+"""Host side of the Hopper backward: outputs, workspaces, arguments, three launches."""
 
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
 from torch import Tensor
 
-from flash_kernel._hopper.config import BuildFailure
+from flash_kernel._hopper.backward import flash_attention_backward_kernel
+from flash_kernel._hopper.backward_config import BYTES_TOGETHER, CONFIGS, BackwardSpec
+from flash_kernel._hopper.backward_ends import (
+    flash_attention_backward_end_kernel,
+    flash_attention_backward_start_kernel,
+)
+from flash_kernel._hopper.compat import TensorDescriptor, gl
+from flash_kernel._hopper.config import BuildFailure, LayoutRefusal
+from flash_kernel._triton.config import BlockConfig
+from flash_kernel._triton.prepared import (
+    PreparedLaunch,
+    describe,
+    is_aligned,
+    layout_key,
+    prepared,
+    with_base,
+)
 from flash_kernel.gradients import Gradients
 from flash_kernel.variant import Variant
+
+LOG2_E = math.log2(math.e)
+WARPS = BlockConfig(num_warps=4)
+
+
+class Workspace(NamedTuple):
+    """What the three kernels of one launch leave for each other; its own for each launch."""
+
+    statistics: Tensor  # float32 [B * H * blocks * 2 * BLOCK_M]
+    dq_sum: Tensor  # float32 [B * H * blocks * BLOCK_M * BLOCK_D / 256, 256]
+    counters: Tensor  # int32 [1 + B * H * blocks]
 
 
 def launch_backward(
@@ -18,6 +51,164 @@ def launch_backward(
     variant: Variant,
     is_deterministic: bool,
 ) -> Gradients:
-    """Return ``dq``, ``dk`` and ``dv``, laid out like ``q``, ``k`` and ``v``."""
-    msg = "has no backward kernel."
-    raise BuildFailure(msg)
+    """Return ``dq``, ``dk`` and ``dv``, laid out like ``q``, ``k`` and ``v``.
+
+    Shapes are ``q [B, H, M, D]`` and ``k, v [B, H_kv, N, D]``.
+
+    ``o`` and ``lse`` are what a forward returned; ``do`` and ``dlse [B, H, M]`` (None for zero) are
+    the gradients of the loss with respect to them.
+
+    Raises:
+        LayoutRefusal: TMA cannot read q, k or v as they lie in memory.
+        BuildFailure: The kernel does not compile here.
+    """
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if q.numel() == 0 or k.numel() == 0:
+        return Gradients(dq.zero_(), dk.zero_(), dv.zero_())
+    for name, x in (("q", q), ("k", k), ("v", v), ("dk", dk), ("dv", dv)):
+        if not is_aligned(x):
+            msg = f"`{name}` has strides {x.stride()}, which a TMA descriptor cannot express."
+            raise LayoutRefusal(msg)
+    # a gradient comes as autograd made it, often expanded or transposed; the caller cannot help it
+    do = do if is_aligned(do) else do.contiguous()
+    lse = lse.contiguous()
+    has_dlse = dlse is not None
+    dlse = lse if dlse is None else dlse.contiguous()
+    spec = specify(q, k, variant, is_deterministic=is_deterministic)
+    space = make_workspace(q, spec)
+    key = (layout_key(q, k, v, o, do), variant, has_dlse, spec)
+    start = prepared(
+        ("hopper_start", key), partial(prepare_start, o, do, variant.scale, spec, has_dlse=has_dlse)
+    )
+    main = prepared(("hopper_backward", key), partial(prepare_main, q, k, variant, spec))
+    end = prepared(("hopper_end", key), partial(prepare_end, dq, variant.scale, spec))
+    start(o, do, lse, dlse, *space)
+    main(q, k, v, do, dk, dv, space.statistics, space.dq_sum, space.dq_sum, space.counters)
+    end(dq, space.statistics, space.dq_sum)
+    return Gradients(dq, dk, dv)
+
+
+def specify(q: Tensor, k: Tensor, variant: Variant, *, is_deterministic: bool) -> BackwardSpec:
+    """Return what the kernels are compiled for."""
+    block_d = 64 if q.shape[-1] <= 64 else 128
+    config = CONFIGS[block_d]
+    return BackwardSpec(
+        BLOCK_D=block_d,
+        BLOCK_M=config.block_m,
+        DQ_BY_TMA=config.dq_by_tma or is_deterministic,
+        IS_ORDERED=is_deterministic,
+        STATISTICS_FIRST=config.statistics_first,
+        IS_GROUPED=q.shape[1] > k.shape[1],
+        HAS_LEFT=variant.left is not None,
+        HAS_RIGHT=variant.right is not None,
+        HAS_TAIL=k.shape[2] % BackwardSpec.BLOCK_N != 0,
+    )
+
+
+def make_workspace(q: Tensor, spec: BackwardSpec) -> Workspace:
+    """Allocate what the kernels of one launch leave for each other.
+
+    The caching allocator keeps memory to its stream, and to its graph while one is captured: so no
+    two launches that may overlap share a counter.
+    """
+    batch, num_heads, seqlen_q, _ = q.shape
+    blocks = batch * num_heads * triton.cdiv(seqlen_q, spec.BLOCK_M)
+    rows = blocks * spec.BLOCK_M
+    floats = partial(torch.empty, device=q.device, dtype=torch.float32)
+    counters = torch.empty(1 + blocks, device=q.device, dtype=torch.int32)
+    return Workspace(floats(2 * rows), floats((rows * spec.BLOCK_D // 256, 256)), counters)
+
+
+def prepare_start(
+    o: Tensor, do: Tensor, scale: float, spec: BackwardSpec, *, has_dlse: bool
+) -> PreparedLaunch:
+    """Prepare the row statistics: one program per head and query block."""
+    batch, num_heads, seqlen_q, head_dim = o.shape
+    num_blocks = triton.cdiv(seqlen_q, spec.BLOCK_M)
+    constants = (o.stride(), do.stride(), num_heads, seqlen_q, num_blocks, head_dim, scale)
+    return PreparedLaunch(
+        flash_attention_backward_start_kernel,
+        (batch * num_heads * num_blocks, 1),
+        [None] * 7,
+        (*constants, has_dlse, spec),
+        WARPS,
+    )
+
+
+def prepare_end(dq: Tensor, scale: float, spec: BackwardSpec) -> PreparedLaunch:
+    """Prepare dq from its sums: one program per head and query block."""
+    batch, num_heads, seqlen_q, head_dim = dq.shape
+    num_blocks = triton.cdiv(seqlen_q, spec.BLOCK_M)
+    return PreparedLaunch(
+        flash_attention_backward_end_kernel,
+        (batch * num_heads * num_blocks, 1),
+        [None] * 3,
+        (dq.stride(), num_heads, seqlen_q, num_blocks, head_dim, scale, spec),
+        WARPS,
+    )
+
+
+def prepare_main(
+    q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec
+) -> "PreparedGluonLaunch":
+    """Prepare the backward: as many CTAs as the GPU runs at a time, which take tiles in turn."""
+    batch, num_heads, seqlen_q, _ = q.shape
+    num_heads_k, seqlen_k = k.shape[1:3]
+    group = num_heads // num_heads_k
+    heads = batch * num_heads_k
+    num_blocks = triton.cdiv(seqlen_q, spec.BLOCK_M)
+    num_tiles = heads * triton.cdiv(seqlen_k, spec.BLOCK_N)
+    bytes_of_head = group * seqlen_q * spec.BLOCK_D * 8  # q and do in 16 bits, dq in 32
+    together = max(1, min(heads, BYTES_TOGETHER // bytes_of_head))
+    queries, keys = [1, 1, spec.BLOCK_M, spec.BLOCK_D], [1, 1, 64, spec.BLOCK_D]
+    statistics, dq_sum = [2 * spec.BLOCK_M], [16, 256]
+    return PreparedGluonLaunch(
+        flash_attention_backward_kernel,
+        (min(num_tiles, multiprocessors(q.device)), 1),
+        [queries, keys, keys, queries, keys, keys, statistics, dq_sum, None, None],
+        (num_heads_k, group, seqlen_q, seqlen_k, num_blocks, together, num_tiles,
+         variant.left or 0, variant.right or 0, variant.scale, variant.scale * LOG2_E, spec),
+        WARPS,
+    )  # fmt: skip
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many CTAs of the backward a device runs at a time: one on each SM."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+class PreparedGluonLaunch(PreparedLaunch):
+    """A launch of a Gluon kernel, whose descriptors say how a tile lies in shared memory."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.options["enable_fp_fusion"] = True  # no longer the default from Triton 3.10 on
+
+    def _launch_first(self, tensors: tuple[Tensor, ...]) -> None:
+        """Launch through Triton, which compiles; keep the compiled kernel for the next time."""
+        arguments: list[Any] = [
+            x if block is None else describe_tiles(x, block)
+            for x, block in zip(tensors, self.blocks, strict=True)
+        ]
+        try:
+            compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
+        # a compiler has as many errors as it has passes; the portable kernels need none of them
+        except Exception as error:
+            first_line = str(error).strip().splitlines()[:1]
+            msg = f"does not build: {type(error).__name__}: {''.join(first_line)}"
+            raise BuildFailure(msg) from error
+        self.templates = [
+            with_base(x, None) if isinstance(x, TensorDescriptor) else None for x in arguments
+        ]
+        self.run = compiled[self.grid]
+
+
+def describe_tiles(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """Return a Gluon descriptor over ``x``: 16-bit tiles swizzled for wgmma, float32 ones plain."""
+    if x.dtype == torch.float32:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
+    else:
+        dtype = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
+        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+    plain = describe(x, block)
+    return TensorDescriptor(x, plain.shape, plain.strides, block, layout)
