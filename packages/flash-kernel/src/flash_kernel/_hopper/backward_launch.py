@@ -1,6 +1,5 @@
 """Host side of the Hopper backward: outputs, workspaces, arguments, three launches."""
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,21 +14,20 @@ from flash_kernel._hopper.backward_ends import (
     flash_attention_backward_start_kernel,
 )
 from flash_kernel._hopper.compat import TensorDescriptor, gl
-from flash_kernel._hopper.config import BuildFailure, LayoutRefusal
-from flash_kernel._triton.config import BlockConfig
+from flash_kernel._hopper.config import LayoutRefusal
+from flash_kernel._hopper.launch import LOG2_E, OPTIONS, Launch, describe_tiles, num_sms
 from flash_kernel._triton.prepared import (
+    Describe,
     PreparedLaunch,
-    describe,
+    descriptor_shape,
     is_aligned,
     layout_key,
     prepared,
-    with_base,
 )
 from flash_kernel.gradients import Gradients
 from flash_kernel.variant import Variant
 
-LOG2_E = math.log2(math.e)
-WARPS = BlockConfig(num_warps=4)
+SMALL = {"num_warps": 4}  # of the kernels before and after
 
 
 class Workspace(NamedTuple):
@@ -131,7 +129,7 @@ def prepare_start(
         (batch * num_heads * num_blocks, 1),
         [None] * 7,
         (*constants, has_dlse, spec),
-        WARPS,
+        SMALL,
     )
 
 
@@ -144,13 +142,11 @@ def prepare_end(dq: Tensor, scale: float, spec: BackwardSpec) -> PreparedLaunch:
         (batch * num_heads * num_blocks, 1),
         [None] * 3,
         (dq.stride(), num_heads, seqlen_q, num_blocks, head_dim, scale, spec),
-        WARPS,
+        SMALL,
     )
 
 
-def prepare_main(
-    q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec
-) -> "PreparedGluonLaunch":
+def prepare_main(q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec) -> PreparedLaunch:
     """Prepare the backward: as many CTAs as the GPU runs at a time, which take tiles in turn."""
     batch, num_heads, seqlen_q, _ = q.shape
     num_heads_k, seqlen_k = k.shape[1:3]
@@ -160,55 +156,25 @@ def prepare_main(
     num_tiles = heads * triton.cdiv(seqlen_k, spec.BLOCK_N)
     bytes_of_head = group * seqlen_q * spec.BLOCK_D * 8  # q and do in 16 bits, dq in 32
     together = max(1, min(heads, BYTES_TOGETHER // bytes_of_head))
-    queries, keys = [1, 1, spec.BLOCK_M, spec.BLOCK_D], [1, 1, 64, spec.BLOCK_D]
-    statistics, dq_sum = [2 * spec.BLOCK_M], [16, 256]
-    return PreparedGluonLaunch(
+    queries, keys = (
+        describe_tiles([1, 1, rows, spec.BLOCK_D], q.dtype) for rows in (spec.BLOCK_M, 64)
+    )
+    statistics, dq_sum = describe_floats([2 * spec.BLOCK_M]), describe_floats([16, 256])
+    return Launch(
         flash_attention_backward_kernel,
-        (min(num_tiles, multiprocessors(q.device)), 1),
-        [queries, keys, keys, queries, keys, keys, statistics, dq_sum, None, None],
+        (min(num_tiles, num_sms(q.device)), 1),
+        (queries, keys, keys, queries, keys, keys, statistics, dq_sum, None, None),
         (num_heads_k, group, seqlen_q, seqlen_k, num_blocks, together, num_tiles,
          variant.left or 0, variant.right or 0, variant.scale, variant.scale * LOG2_E, spec),
-        WARPS,
+        OPTIONS,
     )  # fmt: skip
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Return how many CTAs of the backward a device runs at a time: one on each SM."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def describe_floats(block: list[int]) -> Describe:
+    """Return what makes a descriptor by float32 blocks of that shape, which lie plainly."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
 
+    def describe(x: Tensor) -> Any:
+        return TensorDescriptor(x, *descriptor_shape(x), block, layout)
 
-class PreparedGluonLaunch(PreparedLaunch):
-    """A launch of a Gluon kernel, whose descriptors say how a tile lies in shared memory."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.options["enable_fp_fusion"] = True  # no longer the default from Triton 3.10 on
-
-    def _launch_first(self, tensors: tuple[Tensor, ...]) -> None:
-        """Launch through Triton, which compiles; keep the compiled kernel for the next time."""
-        arguments: list[Any] = [
-            x if block is None else describe_tiles(x, block)
-            for x, block in zip(tensors, self.blocks, strict=True)
-        ]
-        try:
-            compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
-        # a compiler has as many errors as it has passes; the portable kernels need none of them
-        except Exception as error:
-            first_line = str(error).strip().splitlines()[:1]
-            msg = f"does not build: {type(error).__name__}: {''.join(first_line)}"
-            raise BuildFailure(msg) from error
-        self.templates = [
-            with_base(x, None) if isinstance(x, TensorDescriptor) else None for x in arguments
-        ]
-        self.run = compiled[self.grid]
-
-
-def describe_tiles(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """Return a Gluon descriptor over ``x``: 16-bit tiles swizzled for wgmma, float32 ones plain."""
-    if x.dtype == torch.float32:
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
-    else:
-        dtype = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
-        layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    plain = describe(x, block)
-    return TensorDescriptor(x, plain.shape, plain.strides, block, layout)
+    return describe

@@ -25,7 +25,9 @@ from flash_kernel._triton.config import (
 )
 from flash_kernel._triton.forward import flash_attention_forward_kernel
 from flash_kernel._triton.prepared import (
+    Describe,
     PreparedLaunch,
+    describe_blocks,
     is_aligned,
     is_interpreted,
     layout_key,
@@ -256,15 +258,17 @@ def prepare(
     if use_descriptors is None:
         use_descriptors = can_use_descriptors(*tiled.values())
     spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors)
-    blocks: list[list[int] | None] = [None] * (len(tiled) + num_buffers)
+    describers: list[Describe | None] = [None] * (len(tiled) + num_buffers)
     if use_descriptors:
         for index, name in enumerate(tiled):
             rows = spec.BLOCK_N if name in KEY_TENSORS else spec.BLOCK_M
-            blocks[index] = [1, 1, rows, spec.BLOCK_DV if name in VALUE_TENSORS else spec.BLOCK_D]
+            width = spec.BLOCK_DV if name in VALUE_TENSORS else spec.BLOCK_D
+            describers[index] = describe_blocks([1, 1, rows, width])
     strides = [tensor.stride() for tensor in tiled.values()]
     if modifiers is not None:
         strides += [ABSENT if x is None else x.stride() for x in modifiers[:3]]
-    return PreparedLaunch(kernel, grid, blocks, (*strides, *scalars, spec), config)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return PreparedLaunch(kernel, grid, describers, (*strides, *scalars, spec), options)
 
 
 def window_scalars(options: Options) -> tuple[int, int, float]:
