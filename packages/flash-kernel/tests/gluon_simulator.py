@@ -2,7 +2,7 @@
 
 Gluon has no interpreter.  Here the plain Python bodies of the jitted functions run with stand-ins
 for Gluon's own: every partition of every CTA is a task, every copy by TMA an event, and a seeded
-scheduler lets one of them go on at a time.  So a run is repeatable, and it ends in a `ProtocolError`
+scheduler lets one of them go on at a time.  So a run is repeatable, and ends in a `ProtocolError`
 at once where
 
 * nothing can go on (deadlock), with what each partition waits for;
@@ -590,5 +590,3 @@ class Simulator:
             BlockedLayout=nothing,
             SwizzledSharedLayout=nothing,
         )
-
-

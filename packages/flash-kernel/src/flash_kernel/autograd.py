@@ -182,21 +182,20 @@ def _backward_by_kernels(
 ) -> Gradients:
     """Return the gradients by the kernels that a plan names, in the shapes of the inputs."""
     q, k, v, o, lse, do, dlse = tensors
-    rows = as_batch_and_heads(q).shape[:-1]
-    arguments: tuple[Any, ...] = (
-        *(as_batch_and_heads(x) for x in (q, k, v, o)),
-        shaped(lse, rows),
-        as_batch_and_heads(do),
-        None if dlse is None else shaped(dlse, rows),
-        variant,
-    )
+    q4, k4, v4, o4, do4 = (as_batch_and_heads(x) for x in (q, k, v, o, do))
+    lse = shaped(lse, q4.shape[:-1])
+    dlse = None if dlse is None else shaped(dlse, lse.shape)
     if plan.backward == "hopper":
         from flash_kernel._hopper.backward_launch import launch_backward as launch_on_hopper
 
-        dq, dk, dv, _, dsinks = launch_on_hopper(*arguments, plan.is_deterministic)
+        dq, dk, dv, _, dsinks = launch_on_hopper(
+            q4, k4, v4, o4, lse, do4, dlse, variant, is_deterministic=plan.is_deterministic
+        )
     else:
         from flash_kernel._triton.launch import launch_backward
 
-        dq, dk, dv, _, dsinks = launch_backward(*arguments, as_pairs(modifiers, q, k))
+        dq, dk, dv, _, dsinks = launch_backward(
+            q4, k4, v4, o4, lse, do4, dlse, variant, as_pairs(modifiers, q, k)
+        )
     dq, dk, dv = (shaped(dx, x.shape) for dx, x in ((dq, q), (dk, k), (dv, v)))
     return Gradients(dq, dk, dv, None, dsinks)

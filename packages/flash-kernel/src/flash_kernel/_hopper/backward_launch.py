@@ -16,6 +16,7 @@ def launch_backward(
     do: Tensor,
     dlse: Tensor | None,
     variant: Variant,
+    *,
     is_deterministic: bool,
 ) -> Gradients:
     """Return ``dq``, ``dk`` and ``dv``, laid out like ``q``, ``k`` and ``v``."""
