@@ -9,7 +9,7 @@ OLDEST_TRITON = (3, 6)
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_SEQLEN = 1 << 28  # rows are counted in 32 bits, and doubled
 SMALLEST_SCALE = 1e-30  # the running maximum is that of unscaled scores: a scale must be positive
-BACKWARD_HEAD_DIMS: tuple[int, ...] = ()
+BACKWARD_HEAD_DIMS: tuple[int, ...] = (64, 128)
 
 WARPGROUP_ROWS = 64  # query rows of one warpgroup: the M of a wgmma
 
