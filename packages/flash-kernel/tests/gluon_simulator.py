@@ -360,7 +360,8 @@ class Simulator:
         self.scheduler.run()
         for (cta, number), barrier in self.named.items():
             if barrier.threads:
-                raise ProtocolError(f"named barrier {number} of CTA {cta} ends half full")
+                msg = f"named barrier {number} of CTA {cta} ends half full"
+                raise ProtocolError(msg)
         if self.scheduler.events:
             raise ProtocolError("a copy outlives the kernel")
 
