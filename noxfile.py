@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent
 KERNEL = "packages/flash-kernel"
 LLM = "packages/tiny-llm"
 BENCH = "packages/attn-bench"
+PARALLEL = "--numprocesses=auto"
 # left to compile-kernel, which runs it with two versions of Triton
 NOT_COMPILE_ONLY = "--ignore-glob=*/test_compile_only.py"
 
@@ -52,7 +53,12 @@ def tests_kernel(session: nox.Session) -> None:
     """Test flash-kernel with nothing of the other packages installed."""
     sync(session, "--package=flash-kernel", "--group=test")
     session.run(
-        "pytest", KERNEL, NOT_COMPILE_ONLY, *session.posargs, env={"FLASH_KERNEL_ISOLATED": "1"}
+        "pytest",
+        KERNEL,
+        NOT_COMPILE_ONLY,
+        PARALLEL,
+        *session.posargs,
+        env={"FLASH_KERNEL_ISOLATED": "1"},
     )
 
 
@@ -62,14 +68,14 @@ def tests_llm(session: nox.Session, extra: str) -> None:
     """Test tiny-llm without and with its optional extra `flash`."""
     extras = [] if extra == "none" else [f"--extra={extra}"]
     sync(session, "--package=tiny-llm", "--group=test", *extras)
-    session.run("pytest", LLM, *session.posargs, env={"TINY_LLM_EXTRA": extra})
+    session.run("pytest", LLM, PARALLEL, *session.posargs, env={"TINY_LLM_EXTRA": extra})
 
 
 @nox.session(name="tests-bench")
 def tests_bench(session: nox.Session) -> None:
     """Test attn-bench, the documents' examples, and that README tables match the results."""
     sync(session, "--package=attn-bench", "--group=test")
-    session.run("pytest", BENCH, *session.posargs)
+    session.run("pytest", BENCH, PARALLEL, *session.posargs)
     session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
     session.run(
         "attn-bench",
@@ -111,6 +117,7 @@ def wheel_kernel(session: nox.Session) -> None:
             "pytest",
             str(ROOT / KERNEL / "tests"),
             NOT_COMPILE_ONLY,
+            PARALLEL,
             "-c",
             str(ROOT / "pyproject.toml"),
             f"--rootdir={dist}",
@@ -135,6 +142,7 @@ def compile_kernel(session: nox.Session, triton: str) -> None:
     session.run(
         "pytest",
         *(f"{KERNEL}/tests/test_{name}.py" for name in tests),
+        PARALLEL,
         *session.posargs,
         env={"FLASH_KERNEL_EXPECT_TRITON": triton},
     )
@@ -146,7 +154,7 @@ def lowest_kernel(session: nox.Session) -> None:
     session.install(
         "--resolution=lowest-direct", f"./{KERNEL}", "--group", f"{KERNEL}/pyproject.toml:test"
     )
-    session.run("pytest", KERNEL, *session.posargs)
+    session.run("pytest", KERNEL, PARALLEL, *session.posargs)
 
 
 @nox.session(default=False)
@@ -154,5 +162,9 @@ def gpu(session: nox.Session) -> None:
     """Run every package's tests on this machine's GPU."""
     sync(session, "--all-packages", "--all-extras", "--group=test")
     session.run(
-        "pytest", KERNEL, LLM, BENCH, *session.posargs, env={"FLASH_KERNEL_EXPECT_GPU": "1"}
+        "pytest",
+        *(KERNEL, LLM, BENCH),
+        PARALLEL,
+        *session.posargs,
+        env={"FLASH_KERNEL_EXPECT_GPU": "1"},
     )

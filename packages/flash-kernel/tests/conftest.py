@@ -20,12 +20,13 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
     config.addinivalue_line("markers", "slow: takes more than ten seconds")
-    # torch's own: its first product in autograd's thread, and two of inductor's; and one of the
-    # interpreter of Triton 3.6
+    # torch's own: its first product in autograd's thread, two of inductor's, and one of Dynamo's
+    # in torch 2.11 at each autograd Function; and one of the interpreter of Triton 3.6
     for message in (
         "Conversion of an array with ndim > 0 to a scalar is deprecated:DeprecationWarning",
         "Attempting to run cuBLAS, but there was no current CUDA context:UserWarning",
         "`torch.jit.script_method` is deprecated:DeprecationWarning",
+        "<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
         "TensorFloat32 tensor cores for float32 matrix multiplication available:UserWarning",
     ):
         config.addinivalue_line("filterwarnings", f"ignore:{message}")

@@ -2,7 +2,7 @@
 
 Gluon has no interpreter.  Here the plain Python bodies of the jitted functions run with stand-ins
 for Gluon's own: every partition of every CTA is a task, every copy by TMA an event, and a seeded
-scheduler lets one of them go on at a time.  So a run is repeatable, and it ends in a `ProtocolError`
+scheduler lets one of them go on at a time.  So a run is repeatable, and ends in a `ProtocolError`
 at once where
 
 * nothing can go on (deadlock), with what each partition waits for;
@@ -360,7 +360,8 @@ class Simulator:
         self.scheduler.run()
         for (cta, number), barrier in self.named.items():
             if barrier.threads:
-                raise ProtocolError(f"named barrier {number} of CTA {cta} ends half full")
+                msg = f"named barrier {number} of CTA {cta} ends half full"
+                raise ProtocolError(msg)
         if self.scheduler.events:
             raise ProtocolError("a copy outlives the kernel")
 
@@ -590,5 +591,3 @@ class Simulator:
             BlockedLayout=nothing,
             SwizzledSharedLayout=nothing,
         )
-
-

@@ -163,7 +163,8 @@ def test_modifiers_broadcast_by_strides(device):
         mask=mask.expand(2, 2, 20, 33).contiguous(),
         impl="triton",
     )
-    assert torch.equal(o, expected)
+    # not bitwise: a stride of zero compiles another kernel, which may contract products otherwise
+    torch.testing.assert_close(o, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

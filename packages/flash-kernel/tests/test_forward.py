@@ -187,6 +187,16 @@ def test_misaligned_tensors_are_read_by_pointers(device):
     assert not launch.is_aligned(aligned.expand(1, 3, 8, 32))
 
 
+@pytest.mark.gpu
+def test_short_and_long_heads_give_the_same_rows():
+    """Short ones are read by pointers, which is no reason for other values."""
+    q, k, v = make_qkv(1, 2, launch.SHORT_ROWS, 64, 64, dtype=torch.bfloat16, device="cuda")
+    o, lse = forward(q, k, v)
+    longer_o, longer_lse = forward(torch.cat([q, q], dim=2), k, v)
+    assert torch.equal(o, longer_o[:, :, : launch.SHORT_ROWS])
+    assert torch.equal(lse, longer_lse[:, :, : launch.SHORT_ROWS])
+
+
 def test_grid_has_one_program_per_batch_head_and_query_tile(device, monkeypatch):
     grids = []
 

@@ -8,14 +8,13 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="the kernel is written in Gluon")
 
-from gluon_simulator import Descriptor, Pointer, ProtocolError, Simulator, Value, rounded
+from gluon_simulator import Descriptor, Pointer, Simulator, Value, rounded
 
-from flash_kernel._hopper import primitives, softmax, tiles
-from flash_kernel._hopper.config import FORWARD, FORWARD_LONG
+from flash_kernel._hopper import tiles
 from flash_kernel._hopper.forward import flash_attention_hopper_forward_kernel
-from flash_kernel._hopper.launch import LOG2_E, Sizes, clipped, count_tiles, forward_spec
+from flash_kernel._hopper.launch import LOG2_E, clipped, count_tiles, forward_spec
 from flash_kernel.reference import dense_attention
-from flash_kernel.variant import Modifiers, Variant
+from flash_kernel.variant import Modifiers
 
 
 def simulate(sizes, variant, config, *, dtype=torch.bfloat16, ctas=2, growth=0, seed=0, **changes):

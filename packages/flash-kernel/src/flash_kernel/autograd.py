@@ -37,14 +37,15 @@ class PlannedAttention(torch.autograd.Function):
         records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         # a forward-mode level goes through `apply` too, which refuses tangents in words
         if not records and forward_ad._current_level < 0:
-            return cls.forward(*inputs, variant, plan)
-        # what `Function.apply` comes to, without its binding of arguments to the signature of
-        # `forward`, which costs more than a small kernel
-        o, lse = super(torch.autograd.Function, cls).apply(*inputs, variant, plan)  # type: ignore[misc]
+            return run_forward(plan, q, k, v, variant, modifiers)
+        o, lse = cls.apply(*inputs, variant, plan)
         return o, lse
 
+    # not split into `forward` and `setup_context`: torch then binds the arguments to a signature
+    # at each call, which costs more than a small kernel, and serves the transforms refused above
     @staticmethod
     def forward(
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -55,15 +56,13 @@ class PlannedAttention(torch.autograd.Function):
         variant: Variant,
         plan: Plan,
     ) -> tuple[Tensor, Tensor]:
-        """Return ``o [..., M, D]`` and ``lse [..., M]``."""
-        return run_forward(plan, q, k, v, variant, Modifiers(alibi_slopes, bias, mask, sinks))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Save q, k, v, the modifiers, o and lse."""
-        *tensors, ctx.variant, ctx.plan = inputs
-        ctx.save_for_backward(*tensors, *output)
+        """Return ``o [..., M, D]`` and ``lse [..., M]``; save what the backward needs."""
+        modifiers = Modifiers(alibi_slopes, bias, mask, sinks)
+        o, lse = run_forward(plan, q, k, v, variant, modifiers)
+        ctx.variant, ctx.plan = variant, plan
+        ctx.save_for_backward(q, k, v, *modifiers, o, lse)
         ctx.set_materialize_grads(False)
+        return o, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

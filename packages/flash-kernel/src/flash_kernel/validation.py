@@ -85,7 +85,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_shared(tensors)
     *leading, _, head_dim = q.shape
     if len(leading) >= 2 and k.dim() == q.dim():
-        leading[-1] = _checked_kv_heads(leading[-1], k.shape[-3])
+        leading = [*leading[:-1], _checked_kv_heads(leading[-1], k.shape[-3])]
     _check_shape("k", k, [*leading, "N", head_dim], like="q")
     _check_shape("v", v, [*k.shape[:-1], "D_v"], like="k")
 

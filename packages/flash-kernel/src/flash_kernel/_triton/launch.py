@@ -42,6 +42,9 @@ ROW_PADDING = 128  # the largest BLOCK_M: row statistics are read in whole tiles
 SMALLEST_FACTOR = torch.finfo(torch.float32).tiny
 KEY_TENSORS = ("k", "v", "dk", "dv")  # tensors whose rows are keys: they come in tiles of BLOCK_N
 VALUE_TENSORS = ("v", "o", "do", "dv")  # tensors as wide as v
+# making a descriptor at each launch takes the host longer than so few rows take the GPU; of rows
+# alone, not of heads or batch, since a row's result must not depend on how many there are
+SHORT_ROWS = 256
 ABSENT = (0, 0, 0, 0)  # strides of a modifier that is not there
 
 
@@ -330,7 +333,9 @@ def default_configs(q: Tensor, v: Tensor) -> KernelConfigs:
 
 
 def can_use_descriptors(*tensors: Tensor) -> bool:
-    """Say whether every tensor ``[B, H, rows, D]`` can be read through a TMA descriptor."""
-    if not is_interpreted() and compute_capability(tensors[0].device) < 90:
-        return False
+    """Say whether to read every tensor ``[B, H, rows, D]`` through a TMA descriptor."""
+    if not is_interpreted():
+        is_short = all(tensor.shape[2] <= SHORT_ROWS for tensor in tensors)
+        if is_short or compute_capability(tensors[0].device) < 90:
+            return False
     return all(is_aligned(tensor) for tensor in tensors)
