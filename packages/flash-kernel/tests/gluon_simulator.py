@@ -15,6 +15,7 @@ Nothing is said about layouts, registers, or fences between proxies; sums are in
 goes through float16 or bfloat16 is rounded.
 """
 
+import inspect
 import operator
 import random
 import threading
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon import language as gl
 from triton.language.core import constexpr
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from flash_kernel._hopper import compat, primitives
@@ -72,12 +74,15 @@ class Value:
         return self.array.shape
 
     def to(self, dtype):
-        if dtype == "int32":
+        if dtype in ("int32", "int64"):
             return Value(self.array.astype(np.int64))
         return Value(rounded(self.array, dtype), dtype)
 
     def reshape(self, shape):
         return Value(self.array.reshape(shape), self.dtype)
+
+    def permute(self, order):
+        return Value(self.array.transpose(order), self.dtype)
 
     def __getitem__(self, index):
         return Value(self.array[index], self.dtype)
@@ -286,6 +291,7 @@ class Scheduler:
         self.baton = threading.Semaphore(0)
         self.current = threading.local()
         self.failed = None
+        self.copy_chance = 1.0  # that a copy may go on: small where copies are slow
 
     def block(self, ready, reason):
         """Give way until ``ready()``; called by a task."""
@@ -299,7 +305,8 @@ class Scheduler:
     def run(self):
         while any(not task.done for task in self.tasks):
             able = [task for task in self.tasks if not task.done and (self.failed or task.ready())]
-            choices = able + ([] if self.failed else self.events)
+            copies_wait = able and self.random.random() >= self.copy_chance
+            choices = able if self.failed or copies_wait else able + self.events
             if not choices:
                 waits = (f"{t.name} of CTA {t.cta}: {t.reason}" for t in self.tasks if not t.done)
                 self.failed = ProtocolError("deadlock; " + "; ".join(waits))
@@ -321,14 +328,25 @@ class Scheduler:
 # ---------------------------------------------------------------------------------------- simulator
 
 
+def edited(function, old, new):
+    """Return a function with other source text."""
+    lines = inspect.getsource(function).splitlines()
+    source = "\n".join(lines[next(i for i, x in enumerate(lines) if x.startswith("def ")) :])
+    assert source.count(old) == 1, f"{function.__name__} has {source.count(old)} of: {old}"
+    namespace = {}
+    exec(source.replace(old, new), function.__globals__, namespace)
+    return namespace[function.__name__]
+
+
 class Simulator:
     """Stand-ins for Gluon, and the kernel's functions bound to them.
 
-    ``replacements`` maps jitted functions to Python ones that stand in for them: to break a kernel
-    on purpose, or where a body is assembly.
+    ``edits`` maps jitted functions to ``(old, new)``, text of their source: to break a kernel on
+    purpose.
     """
 
-    def __init__(self, seed=0, replacements=None):
+    def __init__(self, seed=0, edits=None):
+        self.edits = {getattr(x, "fn", x): edit for x, edit in (edits or {}).items()}
         self.scheduler = Scheduler(seed)
         self.grid = 1
         self.named = defaultdict(NamedBarrier)  # by (CTA, number)
@@ -348,8 +366,20 @@ class Simulator:
             id(primitives.barrier_arrive): self.barrier_arrive,
             id(primitives.computed_here): lambda x: x,
         }
-        for function, stand_in in (replacements or {}).items():
-            self.stand_ins[id(function)] = stand_in
+
+    def watch(self, function, see):
+        """Call ``see`` with the arguments of each call of a jitted function, before it."""
+        bound = self.resolve(function)
+
+        def watched(*arguments):
+            see(*arguments)
+            return bound(*arguments)
+
+        self.stand_ins[id(function)] = watched
+        for namespace in self.namespaces.values():
+            for name, x in namespace.items():
+                if x is bound:
+                    namespace[name] = watched
 
     def launch(self, kernel, grid, arguments):
         """Run all CTAs of a launch, side by side."""
@@ -371,9 +401,11 @@ class Simulator:
             return self.stand_ins[id(x)]
         if isinstance(x, constexpr):
             return x.value
-        if isinstance(x, JITFunction):
-            function = x.fn
+        if isinstance(x, JITFunction | InterpretedFunction):
+            function = edited(x.fn, *self.edits[x.fn]) if x.fn in self.edits else x.fn
             namespace = self._namespace(function.__globals__)
+            if id(x) in self.stand_ins:  # its module has been bound just now, and it with that
+                return self.stand_ins[id(x)]
             bound = types.FunctionType(
                 function.__code__, namespace, function.__name__, function.__defaults__
             )
@@ -401,7 +433,7 @@ class Simulator:
     # ------------------------------------------------------------------------------- partitions
 
     def warp_specialize(self, parts, worker_warps, registers):
-        total = 128 * (1 + sum(-(-w // 4) for w in worker_warps))
+        total = 128 * -(-(4 + sum(worker_warps)) // 4)
         assert registers[-1] % 8 == 0
         assert total <= 512
         cta = self.task.cta
@@ -500,6 +532,8 @@ class Simulator:
         for buffer in buffers:
             buffer.check_read()
             buffer.readers += 1
+        if isinstance(acc, types.SimpleNamespace):  # a product follows another in its accumulator
+            acc = acc.value
         with np.errstate(all="ignore"):
             result = plain(a.array) @ plain(b.array)
             result = result + acc.array if use_acc else result
@@ -530,7 +564,11 @@ class Simulator:
 
     def _language(self) -> Any:
         def reduction(function):
-            return lambda x, axis: Value(function(plain(x), axis=axis))
+            def reduce(x, axis):
+                with np.errstate(all="ignore"):
+                    return Value(function(plain(x), axis=axis))
+
+            return reduce
 
         def elementwise(function):
             def apply(*operands):

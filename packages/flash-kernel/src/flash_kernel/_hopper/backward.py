@@ -13,25 +13,26 @@ Each warp has one trade, and they meet at mbarriers only:
 
     producer, 1 warp               takes tiles from a counter; copies k, v, q, do, lse and delta in
     consumers, 2 warpgroups        64 keys each: the five products
-    reducer, 1 warp                adds dq to global memory (only if SPEC.DQ_BY_TMA)
+    reducers, 2 warps              add dq to global memory, by turns (only if SPEC.DQ_BY_TMA)
 
     who waits               for                          on           who arrives
-    consumers, reducer      k, and the tile's number     k_full       producer (TMA)
+    consumers, reducers     k, and the tile's number     k_full       producer (TMA)
     consumers               v                            v_full       producer (TMA)
     consumers               q of a block                 q_full       producer (TMA)
     consumers               do, lse, delta of a block    do_full      producer (TMA)
     each consumer           ds of the other one          ds_full      both consumers
-    each consumer           dq of the other one          k_done       both consumers, once a tile
-    reducer                 dq of a block                dq_full      that consumer
+    reducers                dq of a block                dq_full      that consumer
     consumers               room for the next dq         dq_empty     reducer
     producer                room for q and do            q_empty      both consumers
-    producer                room for v, for k            v_empty, k_empty   consumers (and reducer)
+    producer                room for k and v             tile_empty   consumers, reducers
+    each consumer           room for dv and dk           ds_empty     both consumers, once a tile
 
 k and v of a tile stay; q, do and the statistics come through a ring of two stages; ds and dq have
-two buffers each.  ds needs no "empty" barrier: a warpgroup passes ds_full of block j + 1 only when
-both have read ds of block j.
+two buffers each.  Within a tile ds needs no "empty" barrier: a warpgroup passes ds_full of block
+j + 1 only when both have read ds of block j.  At its end dv and dk leave through ds, and k and v
+of the next tile are on their way already.
 
-**Deterministic dq** (SPEC.IS_ORDERED).  The reducer adds the terms of a query block in the order of
+**Deterministic dq** (SPEC.IS_ORDERED).  A reducer adds the terms of a query block in the order of
 the key tiles: it waits until the block's counter says that all earlier tiles are in.  Tiles are
 numbered so that a tile waits only for lower numbers, and numbers are given out by an atomic counter
 as CTAs come to take them: whatever order the GPU starts CTAs in, the lowest unfinished number waits
@@ -60,6 +61,7 @@ from flash_kernel._hopper.compat import (
     tma_store_wait,
 )
 from flash_kernel._hopper.primitives import next_stage
+from flash_kernel._hopper.reduce import reinterpret
 
 
 @gluon.jit
@@ -81,23 +83,24 @@ def walk_blocks(
 
 @gluon.jit
 def store_tile(
-    dk, dv, dk_out, dv_out, batch, head, row, parity, W: gl.constexpr, buffers, barriers
-):
-    """Write dv and dk through the buffers that v and k have left."""
+    dk, dv, dk_out, dv_out, batch, head, row, parity, W: gl.constexpr, buffers, barriers,
+    SPEC: gl.constexpr,
+):  # fmt: skip
+    """Write dv and dk by way of this warpgroup's ds, while k and v of the next tile come in."""
     dtype: gl.constexpr = buffers.q.dtype
-    mbarrier.arrive(barriers.k_done, count=1)
-    # no product of this warpgroup reads v any more, and none of the other does
-    buffers.v.index(W).reshape(dv.shape).store(dv.to(dtype))
+    TILES: gl.constexpr = 2 * SPEC.BLOCK_M // SPEC.BLOCK_D  # that this warpgroup's ds has room for
+    mbarrier.arrive(barriers.tile_empty, count=1)
+    mbarrier.arrive(barriers.ds_empty, count=1)
+    mbarrier.wait(barriers.ds_empty, parity)
+    outgoing = reinterpret(buffers.ds, [2 * TILES, 1, 1, 64, SPEC.BLOCK_D], buffers.k.layout)
+    outgoing.index(W * TILES).reshape(dv.shape).store(dv.to(dtype))
     fence_async_shared()
-    tma_store(dv_out, [batch, head, row, 0], buffers.v.index(W))
-    mbarrier.wait(barriers.k_done, parity)
-    buffers.k.index(W).reshape(dk.shape).store(dk.to(dtype))
+    tma_store(dv_out, [batch, head, row, 0], outgoing.index(W * TILES))
+    if TILES == 1:
+        tma_store_wait(0)
+    outgoing.index((W + 1) * TILES - 1).reshape(dk.shape).store(dk.to(dtype))
     fence_async_shared()
-    tma_store(dk_out, [batch, head, row, 0], buffers.k.index(W))
-    tma_store_wait(1)
-    mbarrier.arrive(barriers.v_empty, count=1)
-    tma_store_wait(0)
-    mbarrier.arrive(barriers.k_empty, count=1)
+    tma_store(dk_out, [batch, head, row, 0], outgoing.index((W + 1) * TILES - 1))
 
 
 @gluon.jit
@@ -117,6 +120,7 @@ def consume(
         head_k, tile_k = tile_of(number, x, SPEC)
         first, split, last = block_range(tile_k, x, SPEC)
         col = tile_k * SPEC.BLOCK_N + W * 64
+        tma_store_wait(0)  # of the tile before, out of ds
         mbarrier.wait(barriers.v_full, parity)
         dk = gl.zeros([64, D], gl.float32, OUT)
         dv = gl.zeros([64, D], gl.float32, OUT)
@@ -134,10 +138,13 @@ def consume(
                 scale_log2, x, dq_sum_ptr, buffers, barriers, W, True, SPEC,
             )  # fmt: skip
         batch, head = head_k // x.num_heads_k, head_k % x.num_heads_k
-        store_tile(dk * scale, dv, dk_out, dv_out, batch, head, col, parity, W, buffers, barriers)
+        store_tile(
+            dk * scale, dv, dk_out, dv_out, batch, head, col, parity, W, buffers, barriers, SPEC
+        )
         parity = parity ^ 1
         mbarrier.wait(barriers.k_full, parity)
         number = read_tile(buffers)
+    tma_store_wait(0)
 
 
 @gluon.jit
@@ -146,9 +153,8 @@ def make_barriers(SPEC: gl.constexpr):
     ONE: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [1], ONE)
     v_full = gl.allocate_shared_memory(gl.int64, [1], ONE)
-    k_empty = gl.allocate_shared_memory(gl.int64, [1], ONE)
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], ONE)
-    k_done = gl.allocate_shared_memory(gl.int64, [1], ONE)
+    tile_empty = gl.allocate_shared_memory(gl.int64, [1], ONE)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [1], ONE)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
@@ -157,9 +163,8 @@ def make_barriers(SPEC: gl.constexpr):
     dq_empty = gl.allocate_shared_memory(gl.int64, [4, 1], ONE)
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
-    mbarrier.init(k_empty, count=3 if SPEC.DQ_BY_TMA else 2)
-    mbarrier.init(v_empty, count=2)
-    mbarrier.init(k_done, count=2)
+    mbarrier.init(tile_empty, count=4 if SPEC.DQ_BY_TMA else 2)
+    mbarrier.init(ds_empty, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
@@ -170,8 +175,7 @@ def make_barriers(SPEC: gl.constexpr):
         mbarrier.init(dq_empty.index(i), count=1)
     fence_async_shared()
     return Barriers(
-        k_full, v_full, k_empty, v_empty, k_done, q_full, do_full, q_empty, ds_full, dq_full,
-        dq_empty,
+        k_full, v_full, tile_empty, ds_empty, q_full, do_full, q_empty, ds_full, dq_full, dq_empty,
     )  # fmt: skip
 
 
@@ -226,8 +230,9 @@ def flash_attention_backward_kernel(
             (consume, (0, dk, dv, dq_sum_ptr, scale, scale_log2, x, buffers, barriers, SPEC)),
             (consume, (1, dk, dv, dq_sum_ptr, scale, scale_log2, x, buffers, barriers, SPEC)),
             (produce, (q, k, v, do, statistics, counters_ptr, x, buffers, barriers, SPEC)),
-            (reduce_dq, (dq_sum, turns_ptr, x, buffers, barriers, SPEC)),
-        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+            (reduce_dq, (0, dq_sum, turns_ptr, x, buffers, barriers, SPEC)),
+            (reduce_dq, (1, dq_sum, turns_ptr, x, buffers, barriers, SPEC)),
+        ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, dk, dv, dq_sum_ptr, scale, scale_log2, x, buffers, barriers, SPEC)),

@@ -1,4 +1,4 @@
-"""The two single warps of the backward: one copies inputs in, the other adds dq to memory."""
+"""The single warps of the backward: one copies inputs in, two add dq to memory."""
 
 from flash_kernel._hopper.backward_tiles import (
     NO_TILE,
@@ -44,10 +44,9 @@ def produce(
         head_k, tile_k = tile_of(number, x, SPEC)
         batch = head_k // x.num_heads_k
         head = head_k % x.num_heads_k
-        mbarrier.wait(barriers.k_empty, parity ^ 1)
+        mbarrier.wait(barriers.tile_empty, parity ^ 1)
         post_tile(number, buffers)
         load_keys(k, barriers.k_full, buffers.k, batch, head, tile_k * SPEC.BLOCK_N, SPEC)
-        mbarrier.wait(barriers.v_empty, parity ^ 1)
         load_keys(v, barriers.v_full, buffers.v, batch, head, tile_k * SPEC.BLOCK_N, SPEC)
         first, _, last = block_range(tile_k, x, SPEC)
         block = last - 1
@@ -68,7 +67,7 @@ def produce(
         parity = parity ^ 1
         # now, while the consumers still have two blocks to work on, an atomic costs them nothing
         number = gl.atomic_add(counter_ptr, 1)
-    mbarrier.wait(barriers.k_empty, parity ^ 1)
+    mbarrier.wait(barriers.tile_empty, parity ^ 1)
     post_tile(NO_TILE, buffers)
     mbarrier.arrive(barriers.k_full, count=1)
 
@@ -82,70 +81,58 @@ def wait_for_turn(turn_ptr, rank):
 
 
 @gluon.jit
-def reduce_ordered(
-    dq_sum, turns_ptr, row, rank, slot, phase, buffers, barriers, SPEC: gl.constexpr
-):
-    """Add a block's dq when it is its turn, and give the turn on when the sum is in memory."""
+def reduce_block(
+    dq_sum, turn_ptr, row, rank, slot, phase, buffers, barriers, SPEC: gl.constexpr
+):  # fmt: skip
+    """Add a block's dq: in the ordered mode when it is its turn, and give the turn on."""
     ROWS: gl.constexpr = SPEC.BLOCK_M * SPEC.BLOCK_D // 256
-    wait_for_turn(turns_ptr + row, rank)
+    if SPEC.IS_ORDERED:
+        wait_for_turn(turn_ptr, rank)
     for w in gl.static_range(2):
         mbarrier.wait(barriers.dq_full.index(slot + w), phase)
-        if rank == 0:
+        if SPEC.IS_ORDERED and rank == 0:
             tma_store(dq_sum, [row * ROWS + w * 16, 0], buffers.dq.index(slot + w))
         else:
             tma_reduce_add(dq_sum, [row * ROWS + w * 16, 0], buffers.dq.index(slot + w))
-    reductions_have_landed()
-    gl.atomic_add(turns_ptr + row, 1, sem="release")
+    tma_store_wait(0)
     for w in gl.static_range(2):
         mbarrier.arrive(barriers.dq_empty.index(slot + w), count=1)
+    if SPEC.IS_ORDERED:
+        reductions_have_landed()
+        gl.atomic_add(turn_ptr, 1, sem="release")
 
 
 @gluon.jit
-def reduce_unordered(dq_sum, row, slot, phase, has_earlier, buffers, barriers, SPEC: gl.constexpr):
-    """Add a block's dq, and free the buffers of the one before, which have been read by now."""
-    ROWS: gl.constexpr = SPEC.BLOCK_M * SPEC.BLOCK_D // 256
-    for w in gl.static_range(2):
-        mbarrier.wait(barriers.dq_full.index(slot + w), phase)
-        tma_reduce_add(dq_sum, [row * ROWS + w * 16, 0], buffers.dq.index(slot + w))
-    tma_store_wait(2)
-    for w in gl.static_range(2):
-        mbarrier.arrive(barriers.dq_empty.index((slot ^ 2) + w), count=1, pred=has_earlier)
+def reduce_dq(STAGE: gl.constexpr, dq_sum, turns_ptr, x, buffers, barriers, SPEC: gl.constexpr):
+    """Add the dq of every second block, those in buffers ``STAGE``, to the sums in global memory.
 
-
-@gluon.jit
-def reduce_dq(dq_sum, turns_ptr, x, buffers, barriers, SPEC: gl.constexpr):
-    """Add the dq of every block to the sums in global memory."""
+    In the ordered mode a block takes its turn, the addition and the way there and back to the L2
+    cache, longer than the products of a block; so two warps take them alternately.
+    """
     parity = gl.to_tensor(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    has_earlier = gl.to_tensor(False)
     mbarrier.wait(barriers.k_full, parity)
     number = read_tile(buffers)
-    mbarrier.arrive(barriers.k_empty, count=1)  # the number has been read
+    mbarrier.arrive(barriers.tile_empty, count=1)  # the number has been read
     while number != NO_TILE:
         head_k, tile_k = tile_of(number, x, SPEC)
         first, _, last = block_range(tile_k, x, SPEC)
         block = last - 1
         member = gl.to_tensor(0)
         for _ in range((last - first) * x.group):
-            row = (head_k * x.group + member) * x.num_blocks + block
-            if SPEC.IS_ORDERED:
+            if stage == STAGE:
+                row = (head_k * x.group + member) * x.num_blocks + block
                 first_key, _, _, _ = key_range(
                     block * SPEC.BLOCK_M, x.seqlen_q, x.seqlen_k, x, SPEC
                 )
                 rank = tile_k - first_key // SPEC.BLOCK_N
-                reduce_ordered(
-                    dq_sum, turns_ptr, row, rank, stage * 2, phase, buffers, barriers, SPEC
+                reduce_block(
+                    dq_sum, turns_ptr + row, row, rank, STAGE * 2, phase, buffers, barriers, SPEC
                 )
-            else:
-                reduce_unordered(
-                    dq_sum, row, stage * 2, phase, has_earlier, buffers, barriers, SPEC
-                )
-                has_earlier = gl.to_tensor(True)
             stage, phase = next_stage(stage, phase, STAGES)
             block, member = next_block(block, member, x, SPEC)
         parity = parity ^ 1
         mbarrier.wait(barriers.k_full, parity)
         number = read_tile(buffers)
-        mbarrier.arrive(barriers.k_empty, count=1)
-    tma_store_wait(0)
+        mbarrier.arrive(barriers.tile_empty, count=1)

@@ -13,6 +13,7 @@ from flash_kernel._hopper.backward_ends import (
     flash_attention_backward_end_kernel,
     flash_attention_backward_start_kernel,
 )
+from flash_kernel._hopper.backward_tiles import Problem
 from flash_kernel._hopper.compat import TensorDescriptor, gl
 from flash_kernel._hopper.config import LayoutRefusal
 from flash_kernel._hopper.launch import LOG2_E, OPTIONS, Launch, describe_tiles, num_sms
@@ -149,26 +150,38 @@ def prepare_end(dq: Tensor, scale: float, spec: BackwardSpec) -> PreparedLaunch:
 
 def prepare_main(q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec) -> PreparedLaunch:
     """Prepare the backward: as many CTAs as the GPU runs at a time, which take tiles in turn."""
-    batch, num_heads, seqlen_q, _ = q.shape
-    num_heads_k, seqlen_k = k.shape[1:3]
-    group = num_heads // num_heads_k
-    heads = batch * num_heads_k
-    num_blocks = triton.cdiv(seqlen_q, spec.BLOCK_M)
-    num_tiles = heads * triton.cdiv(seqlen_k, spec.BLOCK_N)
-    bytes_of_head = group * seqlen_q * spec.BLOCK_D * 8  # q and do in 16 bits, dq in 32
-    together = max(1, min(heads, BYTES_TOGETHER // bytes_of_head))
+    problem = problem_of(q, k, variant, spec)
     queries, keys = (
         describe_tiles([1, 1, rows, spec.BLOCK_D], q.dtype) for rows in (spec.BLOCK_M, 64)
     )
     statistics, dq_sum = describe_floats([2 * spec.BLOCK_M]), describe_floats([16, 256])
     return Launch(
         flash_attention_backward_kernel,
-        (min(num_tiles, num_sms(q.device)), 1),
+        (min(problem.num_tiles, num_sms(q.device)), 1),
         (queries, keys, keys, queries, keys, keys, statistics, dq_sum, None, None),
-        (num_heads_k, group, seqlen_q, seqlen_k, num_blocks, together, num_tiles,
-         variant.left or 0, variant.right or 0, variant.scale, variant.scale * LOG2_E, spec),
+        (*problem, variant.scale, variant.scale * LOG2_E, spec),
         OPTIONS,
-    )  # fmt: skip
+    )
+
+
+def problem_of(q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec) -> Problem:
+    """Return the numbers of a launch."""
+    batch, num_heads, seqlen_q, _ = q.shape
+    num_heads_k, seqlen_k = k.shape[1:3]
+    group = num_heads // num_heads_k
+    heads = batch * num_heads_k
+    bytes_of_head = group * seqlen_q * spec.BLOCK_D * 8  # q and do in 16 bits, dq in 32
+    return Problem(
+        num_heads_k,
+        group,
+        seqlen_q,
+        seqlen_k,
+        num_blocks=triton.cdiv(seqlen_q, spec.BLOCK_M),
+        heads_together=max(1, min(heads, BYTES_TOGETHER // bytes_of_head)),
+        num_tiles=heads * triton.cdiv(seqlen_k, spec.BLOCK_N),
+        left=variant.left or 0,
+        right=variant.right or 0,
+    )
 
 
 def describe_floats(block: list[int]) -> Describe:

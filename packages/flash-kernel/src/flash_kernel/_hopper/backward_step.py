@@ -8,6 +8,7 @@ from flash_kernel._hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flash_kernel._hopper.primitives import computed_here
 from flash_kernel._triton.primitives import visible_keys
 
 
@@ -89,8 +90,9 @@ def issue_scores(stage, phase, w, buffers, barriers, SPEC: gl.constexpr):
         row: gl.constexpr = gl.SliceLayout(0, S)
         statistics = buffers.statistics.index(stage)
         mbarrier.wait(barriers.do_full.index(stage), phase)
-        dp_0 = zero + statistics.slice(BLOCK_M, BLOCK_M).load(row)[None, :]
-        s_0 = zero + statistics.slice(0, BLOCK_M).load(row)[None, :]
+        # each in registers of its own by now: a copy made beside a product has ptxas end that first
+        dp_0 = computed_here(zero + statistics.slice(BLOCK_M, BLOCK_M).load(row)[None, :])
+        s_0 = computed_here(zero + statistics.slice(0, BLOCK_M).load(row)[None, :])
         mbarrier.wait(barriers.q_full.index(stage), phase)
         s = warpgroup_mma(k, q.permute((1, 0)), s_0, is_async=True)
         dp = warpgroup_mma(v, do.permute((1, 0)), dp_0, is_async=True)
@@ -126,9 +128,6 @@ def score_gradients(
         visible = visible_keys(rows[None, :], cols[:, None], x.seqlen_q, x.seqlen_k, x, SPEC)
         p = gl.where(visible, p, 0.0)
     stay_here(p, BLOCK_M // 2)
-    # a spin loop that never spins: it ends the basic block, or else ptxas would hoist the wait for
-    # dp above the exponentials, and nothing would lie under that product any more
-    mbarrier.wait(barriers.do_full.index(stage), phase)
     dp, p = warpgroup_mma_wait(0, deps=[dp_flying, p])
     if SPEC.STATISTICS_FIRST:
         ds = (p * dp).to(dtype)
@@ -147,8 +146,8 @@ def issue_dq(stage, W: gl.constexpr, buffers, SPEC: gl.constexpr):
     ROW: gl.constexpr = W * (SPEC.BLOCK_M - 64)
     COLUMN: gl.constexpr = W * (SPEC.BLOCK_D - 64)
     TILE: gl.constexpr = [64, SPEC.BLOCK_D]
-    ds_0 = buffers.ds.index(stage * 2).slice(ROW, 64, dim=1).permute((1, 0))
-    ds_1 = buffers.ds.index(stage * 2 + 1).slice(ROW, 64, dim=1).permute((1, 0))
+    ds_0 = buffers.ds.index(stage).slice(ROW, 64, dim=1).permute((1, 0))
+    ds_1 = buffers.ds.index(stage + 2).slice(ROW, 64, dim=1).permute((1, 0))
     zeroth = hidden(0)
     k_0 = buffers.k.index(zeroth).reshape(TILE).slice(COLUMN, 64, dim=1)
     k_1 = buffers.k.index(zeroth + 1).reshape(TILE).slice(COLUMN, 64, dim=1)
@@ -193,7 +192,7 @@ def step(
     p, ds = score_gradients(
         s_flying, dp_flying, stage, phase, scale_log2, row, col, x, buffers, barriers, MASKED, SPEC
     )
-    buffers.ds.index(stage * 2 + W).store(ds)
+    buffers.ds.index(stage + 2 * W).store(ds)
     p_operand = gl.convert_layout(p.to(dtype), OPERAND)
     ds_operand = gl.convert_layout(ds, OPERAND)
     dv_flying = warpgroup_mma(p_operand, do, dv, is_async=True)

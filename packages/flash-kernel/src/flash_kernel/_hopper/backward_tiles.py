@@ -27,13 +27,13 @@ class Problem(NamedTuple):
 class Buffers(NamedTuple):
     """Shared memory."""
 
-    tile: Any  # [1] the number of the tile at work
+    tile: Any  # [1] the number of the tile whose k and v are here
     k: Any  # [2, 1, 1, 64, D] by warpgroup
     v: Any
     q: Any  # [stage, 1, 1, BLOCK_M, D]
     do: Any
     statistics: Any  # [stage, 2 * BLOCK_M]: -lse and -delta, scaled as `backward_ends` says
-    ds: Any  # [2 * stage + warpgroup, 64, BLOCK_M]
+    ds: Any  # [2 * warpgroup + stage, 64, BLOCK_M]
     dq: Any  # [2 * stage + warpgroup, 16, 256]
 
 
@@ -42,9 +42,8 @@ class Barriers(NamedTuple):
 
     k_full: Any
     v_full: Any
-    k_empty: Any
-    v_empty: Any
-    k_done: Any
+    tile_empty: Any
+    ds_empty: Any
     q_full: Any
     do_full: Any
     q_empty: Any
@@ -107,6 +106,6 @@ def next_block(block, head, x, SPEC: gl.constexpr):
 
 @gluon.jit
 def read_tile(buffers):
-    """Return the number of the tile at work, which the producer left beside k."""
+    """Return the number of the tile that the producer left beside k."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(buffers.tile.load(layout), 0)

@@ -1,7 +1,8 @@
-"""``tma_reduce_add``: add a tile of shared memory to global memory by TMA, under every Triton.
+"""Operations on shared memory that some Triton between 3.6 and 3.9 does not export.
 
-Triton 3.8 exports the operation as ``async_atomic_add``.  3.6 and 3.7 can build it, but export no
-function for it; the builtin below does what theirs does.
+Triton 3.8 exports ``tma_reduce_add`` as ``async_atomic_add``.  3.6 and 3.7 can build it, but export
+no function for it; the builtin below does what theirs does.  ``reinterpret`` has an underscore
+before its name up to 3.7 or 3.8.
 """
 
 from typing import Any
@@ -19,6 +20,15 @@ def _tma_reduce_add(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> N
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
     _semantic.builder.create_async_tma_reduce(kind, desc.handle, coord, src.handle)
+
+
+@builtin
+def reinterpret(memory: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """Return a view of the same bytes in another shape and layout."""
+    sizes = [getattr(size, "value", size) for size in shape]
+    return _semantic.memdesc_reinterpret(
+        memory, memory.dtype, sizes, getattr(layout, "value", layout)
+    )
 
 
 tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
