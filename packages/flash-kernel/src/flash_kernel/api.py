@@ -28,7 +28,7 @@ def flash_attention(
     return_lse: Literal[False] = False,
     impl: str = "auto",
     backward: str = "auto",
-    deterministic: bool = False,
+    deterministic: bool = True,
 ) -> Tensor: ...
 @overload
 def flash_attention(
@@ -47,7 +47,7 @@ def flash_attention(
     return_lse: Literal[True],
     impl: str = "auto",
     backward: str = "auto",
-    deterministic: bool = False,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]: ...
 def flash_attention(
     q: Tensor,
@@ -65,7 +65,7 @@ def flash_attention(
     return_lse: bool = False,
     impl: str = "auto",
     backward: str = "auto",
-    deterministic: bool = False,
+    deterministic: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return ``softmax(scores) v`` without storing the scores ``scale * q k^T``.
 
@@ -93,9 +93,9 @@ def flash_attention(
         backward: "auto", "hopper" or "triton" (memory-linear), "compiled" (dense, under
             torch.compile) or "dense" (the same formulas, not compiled).  "auto" takes the one that
             belongs to the implementation.
-        deterministic: Add the gradients in a fixed order where that costs time, so that they are
-            bitwise repeatable; ``torch.use_deterministic_algorithms`` asks for the same.  The
-            output always is.
+        deterministic: Gradients are bitwise repeatable, as the output always is.  False lets a
+            backward add them in whatever order is fastest (so far that of "hopper", and dq), unless
+            ``torch.use_deterministic_algorithms`` is on.
 
     Returns:
         ``o [..., M, D_v]`` in the dtype of ``q``; with ``return_lse`` also ``lse [..., M]``, the

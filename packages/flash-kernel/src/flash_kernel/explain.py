@@ -52,7 +52,7 @@ def explain(
     return_lse: bool = False,
     impl: str = "auto",
     backward: str = "auto",
-    deterministic: bool = False,
+    deterministic: bool = True,
 ) -> Explanation:
     """Say what `flash_attention` would run for a described call, and why each other would not.
 

@@ -17,7 +17,7 @@ class Plan(NamedTuple):
 
     impl: str
     backward: str
-    is_deterministic: bool = False
+    is_deterministic: bool = True
     impl_is_named: bool = False
     backward_is_named: bool = False
 
@@ -37,7 +37,8 @@ class Request(NamedTuple):
     modifiers: frozenset[str]  # names of those there are
     trained: frozenset[str]  # names of those that want a gradient
     return_lse: bool
-    is_deterministic: bool = False
+    is_deterministic: bool = True
+    layout: str = "dense"  # or "packed" sequences, or a "cache" of keys and values
     is_assumed: bool = False  # the device is described, not there: whether it launches is not asked
 
 
@@ -51,4 +52,4 @@ class Options(NamedTuple):
     return_lse: bool
     impl: str
     backward: str
-    deterministic: bool = False
+    deterministic: bool = True

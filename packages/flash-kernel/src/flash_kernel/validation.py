@@ -22,7 +22,7 @@ def check_inputs(
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
-    deterministic: bool = False,
+    deterministic: bool = True,
 ) -> None:
     """Raise unless the arguments are a valid input of attention.
 
@@ -63,7 +63,7 @@ def check_options(
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
-    deterministic: bool = False,
+    deterministic: bool = True,
 ) -> None:
     """Raise unless the options that are numbers are valid, whatever the tensors."""
     _check_number("scale", scale)

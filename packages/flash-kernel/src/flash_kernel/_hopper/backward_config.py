@@ -31,7 +31,7 @@ class BackwardConfig:
     """Tile sizes and choices of one head dim."""
 
     block_m: int
-    dq_by_tma: bool  # in the default mode; the deterministic one always does
+    dq_by_tma: bool  # in the fast mode; the deterministic one always does
     statistics_first: bool
 
 

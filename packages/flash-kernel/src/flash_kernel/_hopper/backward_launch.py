@@ -31,12 +31,28 @@ from flash_kernel.variant import Variant
 SMALL = {"num_warps": 4}  # of the kernels before and after
 
 
-class Workspace(NamedTuple):
-    """What the three kernels of one launch leave for each other; its own for each launch."""
+class Launches(NamedTuple):
+    """The three launches of a backward, prepared under one key, and what they need to be given."""
 
-    statistics: Tensor  # float32 [B * H * blocks * 2 * BLOCK_M]
-    dq_sum: Tensor  # float32 [B * H * blocks * BLOCK_M * BLOCK_D / 256, 256]
-    counters: Tensor  # int32 [1 + B * H * blocks]
+    start: PreparedLaunch
+    main: PreparedLaunch
+    end: PreparedLaunch
+    copies_do: bool  # do has to be made contiguous first
+    floats: int  # of the row statistics
+    sums: tuple[int, int]  # the shape of the sums of dq
+    counters: int
+
+    def workspace(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Allocate what the launches leave for each other: row statistics, dq sums, counters.
+
+        The caching allocator keeps memory to its stream, and to its graph while one is captured:
+        so no two backwards that may overlap share a counter.
+        """
+        return (
+            torch.empty(self.floats, device=device, dtype=torch.float32),
+            torch.empty(self.sums, device=device, dtype=torch.float32),
+            torch.empty(self.counters, device=device, dtype=torch.int32),
+        )
 
 
 def launch_backward(
@@ -49,7 +65,7 @@ def launch_backward(
     dlse: Tensor | None,
     variant: Variant,
     *,
-    is_deterministic: bool,
+    is_deterministic: bool = True,
 ) -> Gradients:
     """Return ``dq``, ``dk`` and ``dv``, laid out like ``q``, ``k`` and ``v``.
 
@@ -65,27 +81,48 @@ def launch_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0 or k.numel() == 0:
         return Gradients(dq.zero_(), dk.zero_(), dv.zero_())
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    key = (layout_key(q, k, v, o, lse, do, dlse), variant, is_deterministic, "hopper backward")
+    prepare_it = partial(
+        prepare_backward, q, k, v, o, do, dq, dk, dv, variant,
+        has_dlse=dlse is not None, is_deterministic=is_deterministic,
+    )  # fmt: skip
+    launches = prepared(key, prepare_it)
+    if launches.copies_do:
+        do = do.contiguous()
+    statistics, sums, counters = launches.workspace(q.device)
+    launches.start(o, do, lse, lse if dlse is None else dlse, statistics, sums, counters)
+    launches.main(q, k, v, do, dk, dv, statistics, sums, sums, counters)
+    launches.end(dq, statistics, sums)
+    return Gradients(dq, dk, dv)
+
+
+def prepare_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    variant: Variant, *, has_dlse: bool, is_deterministic: bool,
+) -> Launches:  # fmt: skip
+    """Prepare the three launches for tensors of one layout."""
     for name, x in (("q", q), ("k", k), ("v", v), ("dk", dk), ("dv", dv)):
         if not is_aligned(x):
             msg = f"`{name}` has strides {x.stride()}, which a TMA descriptor cannot express."
             raise LayoutRefusal(msg)
     # a gradient comes as autograd made it, often expanded or transposed; the caller cannot help it
-    do = do if is_aligned(do) else do.contiguous()
-    lse = lse.contiguous()
-    has_dlse = dlse is not None
-    dlse = lse if dlse is None else dlse.contiguous()
+    copies_do = not is_aligned(do)
     spec = specify(q, k, variant, is_deterministic=is_deterministic)
-    space = make_workspace(q, spec)
-    key = (layout_key(q, k, v, o, do), variant, has_dlse, spec)
-    start = prepared(
-        ("hopper_start", key), partial(prepare_start, o, do, variant.scale, spec, has_dlse=has_dlse)
+    batch, num_heads, seqlen_q, _ = q.shape
+    blocks = batch * num_heads * triton.cdiv(seqlen_q, spec.BLOCK_M)
+    rows = blocks * spec.BLOCK_M
+    do = do.contiguous() if copies_do else do
+    return Launches(
+        prepare_start(o, do, variant.scale, spec, has_dlse=has_dlse),
+        prepare_main(q, k, variant, spec),
+        prepare_end(dq, variant.scale, spec),
+        copies_do,
+        floats=2 * rows,
+        sums=(rows * spec.BLOCK_D // 256, 256),
+        counters=1 + blocks,
     )
-    main = prepared(("hopper_backward", key), partial(prepare_main, q, k, variant, spec))
-    end = prepared(("hopper_end", key), partial(prepare_end, dq, variant.scale, spec))
-    start(o, do, lse, dlse, *space)
-    main(q, k, v, do, dk, dv, space.statistics, space.dq_sum, space.dq_sum, space.counters)
-    end(dq, space.statistics, space.dq_sum)
-    return Gradients(dq, dk, dv)
 
 
 def specify(q: Tensor, k: Tensor, variant: Variant, *, is_deterministic: bool) -> BackwardSpec:
@@ -103,20 +140,6 @@ def specify(q: Tensor, k: Tensor, variant: Variant, *, is_deterministic: bool) -
         HAS_RIGHT=variant.right is not None,
         HAS_TAIL=k.shape[2] % BackwardSpec.BLOCK_N != 0,
     )
-
-
-def make_workspace(q: Tensor, spec: BackwardSpec) -> Workspace:
-    """Allocate what the kernels of one launch leave for each other.
-
-    The caching allocator keeps memory to its stream, and to its graph while one is captured: so no
-    two launches that may overlap share a counter.
-    """
-    batch, num_heads, seqlen_q, _ = q.shape
-    blocks = batch * num_heads * triton.cdiv(seqlen_q, spec.BLOCK_M)
-    rows = blocks * spec.BLOCK_M
-    floats = partial(torch.empty, device=q.device, dtype=torch.float32)
-    counters = torch.empty(1 + blocks, device=q.device, dtype=torch.int32)
-    return Workspace(floats(2 * rows), floats((rows * spec.BLOCK_D // 256, 256)), counters)
 
 
 def prepare_start(

@@ -8,7 +8,7 @@ which a launch is prepared; from its second time on, only addresses change.
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -136,12 +136,13 @@ def is_aligned(x: Tensor) -> bool:
     return all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in strides)
 
 
-_prepared: dict[Hashable, PreparedLaunch] = {}
+Prepared = TypeVar("Prepared")  # a launch, or several that have one key
+_prepared: dict[Hashable, Any] = {}
 
 
-def prepared(key: Hashable, prepare: Callable[[], PreparedLaunch]) -> PreparedLaunch:
+def prepared(key: Hashable, prepare: Callable[[], Prepared]) -> Prepared:
     """Return the launch prepared under a key, preparing it if it is new."""
-    launch = _prepared.get(key)
+    launch: Prepared | None = _prepared.get(key)
     if launch is None:
         if len(_prepared) >= MAX_PREPARED:
             _prepared.clear()
