@@ -174,14 +174,10 @@ def prepare_end(dq: Tensor, scale: float, spec: BackwardSpec) -> PreparedLaunch:
 def prepare_main(q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec) -> PreparedLaunch:
     """Prepare the backward: as many CTAs as the GPU runs at a time, which take tiles in turn."""
     problem = problem_of(q, k, variant, spec)
-    queries, keys = (
-        describe_tiles([1, 1, rows, spec.BLOCK_D], q.dtype) for rows in (spec.BLOCK_M, 64)
-    )
-    statistics, dq_sum = describe_floats([2 * spec.BLOCK_M]), describe_floats([16, 256])
     return Launch(
         flash_attention_backward_kernel,
         (min(problem.num_tiles, num_sms(q.device)), 1),
-        (queries, keys, keys, queries, keys, keys, statistics, dq_sum, None, None),
+        (*describers(q.dtype, spec), None, None),
         (*problem, variant.scale, variant.scale * LOG2_E, spec),
         OPTIONS,
     )
@@ -205,6 +201,15 @@ def problem_of(q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec) -> Pr
         left=variant.left or 0,
         right=variant.right or 0,
     )
+
+
+def describers(dtype: torch.dtype, spec: BackwardSpec) -> tuple[Describe, ...]:
+    """Return what makes the descriptors of q, k, v, do, dk, dv, the statistics and the sums."""
+    queries, keys = (
+        describe_tiles([1, 1, rows, spec.BLOCK_D], dtype) for rows in (spec.BLOCK_M, 64)
+    )
+    statistics, sums = describe_floats([2 * spec.BLOCK_M]), describe_floats([16, 256])
+    return queries, keys, keys, queries, keys, keys, statistics, sums
 
 
 def describe_floats(block: list[int]) -> Describe:
