@@ -19,7 +19,7 @@ PARALLEL = "--numprocesses=auto"
 # a file to a process: what its tests share, such as two trained processes, is made once
 BY_FILE = (PARALLEL, "--dist=loadfile")
 # left to compile-kernel, which runs it with two versions of Triton
-NOT_COMPILE_ONLY = "--ignore-glob=*/test_compile_only.py"
+NOT_COMPILE_ONLY = "--ignore-glob=*/test_compile_only*.py"
 
 
 def sync(session: nox.Session, *args: str) -> None:
@@ -141,7 +141,7 @@ def compile_kernel(session: nox.Session, triton: str) -> None:
     # only Triton is exchanged: the compile-only tests never launch, so torch's own pin is moot
     # (Triton 3.6's interpreter fails with numpy 2.4)
     session.install("--no-deps", f"triton=={triton}", "numpy<2.4")
-    tests = ["compile_only"]
+    tests = ["compile_only", "compile_only_hopper_backward"]
     if triton == "3.6.0":  # tests-kernel interprets with the newest
         tests += ["forward", "backward", "features"]
     session.run(

@@ -90,10 +90,7 @@ def compile_one(
 ) -> Any:
     """Compile one kernel as its launcher would."""
     source = ASTSource(kernel, *argument_types(kernel, spec, dtype))
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if config.max_registers is not None:
-        options["maxnreg"] = config.max_registers
-    return triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=target, options=config.options)
 
 
 def inspect_cuda(compiled: Any, capability: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ GPU_FOUND = torch.cuda.is_available()
 if not GPU_FOUND:
     # read when a kernel is decorated, so before anything imports one
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# where helpers of tests lie that are no tests
+sys.path.append(str(Path(__file__).parent))
 
 # the tensors of the tests are tiny: on a busy machine more threads only wait for each other
 torch.set_num_threads(1)

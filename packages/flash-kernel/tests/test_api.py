@@ -77,7 +77,7 @@ def test_float64_works_on_a_cpu():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"impl": "cuda"}, ValueError, "`impl` must be one of 'auto', 'triton'.* got 'cuda'"),
+        ({"impl": "cuda"}, ValueError, "`impl` must be one of 'auto', 'hopper'.* got 'cuda'"),
         ({"backward": "fast"}, ValueError, "`backward` must be one of .* got 'fast'"),
         ({"impl": "torch", "return_lse": True}, ValueError, "returns no lse. Pass impl="),
         ({"impl": "torch", "backward": "dense"}, ValueError, "Pass backward='auto'"),
@@ -85,6 +85,9 @@ def test_float64_works_on_a_cpu():
         ({"scale": "0.5"}, TypeError, "`scale` must be a number or None, got str"),
         ({"scale": 10**400}, ValueError, "`scale` must be finite"),
         ({"impl": ["triton"]}, ValueError, r"`impl` must be one of .* got \['triton'\]"),
+        ({"deterministic": 1}, TypeError, "`deterministic` must be True or False, got 1"),
+        ({"impl": "hopper"}, RuntimeError, "capability 9.0, got .* Pass impl='triton'"),
+        ({"backward": "hopper", "impl": "mock"}, RuntimeError, "capability 9.0, got .* Pass back"),
         ({"is_causal": "no"}, TypeError, "`is_causal` must be True or False, got 'no'"),
         ({"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
     ],

@@ -8,17 +8,32 @@ import flash_kernel
 
 PACKAGE = Path(flash_kernel.__file__).parent
 MAX_LINES = 400
+KERNEL_FOLDERS = ("_triton.", "_hopper.")
 
 # Lowest first: a module imports from lower layers only, at its top or inside a function.
 LAYERS = (
     ("variant", "gradients", "merge", "autocast"),
-    ("validation", "shapes", "second_order", "_triton", "_triton.config"),
-    ("reference", "packed", "_triton.tiles", "_triton.probe", "_triton.prepared"),
-    ("backward", "torch_attention", "mock", "_tolerance", "cache", "_triton.primitives"),
-    ("testing", "dispatch", "_triton.exact", "_triton.row_statistics"),
-    ("_triton.forward", "_triton.backward"),
-    ("_triton.launch", "_triton.decode"),
-    ("autograd", "explain", "_triton.launch_decode"),
+    (
+        *("validation", "shapes", "second_order", "request"),
+        *("_triton", "_triton.config", "_hopper", "_hopper.config", "_hopper.compat"),
+    ),
+    (
+        *("reference", "packed", "_triton.tiles", "_triton.probe", "_triton.prepared"),
+        *("_hopper.primitives", "_hopper.tiles", "_hopper.backward_config", "_hopper.reduce"),
+    ),
+    (
+        *("backward", "torch_attention", "mock", "_tolerance", "cache"),
+        *("_triton.primitives", "_hopper.softmax", "_hopper.producer"),
+    ),
+    (
+        *("testing", "dispatch", "_triton.exact", "_triton.row_statistics", "_hopper.consumer"),
+        *("_hopper.backward_tiles", "_hopper.backward_step", "_hopper.backward_ends"),
+    ),
+    ("_triton.forward", "_triton.backward", "_hopper.backward_copies", "_hopper.forward"),
+    ("_triton.launch", "_triton.decode", "_hopper.backward"),
+    ("_hopper.launch", "_triton.launch_decode"),
+    ("_hopper.backward_launch",),
+    ("autograd", "explain"),
     ("ops", "packed_autograd", "decode"),
     ("sequence_ops",),
     ("api", "varlen", "kvcache"),
@@ -67,18 +82,19 @@ def importers_of(package: str) -> dict[str, list[str]]:
     return found
 
 
-def test_triton_is_imported_by_its_own_folder_alone() -> None:
+def test_triton_is_imported_by_the_folders_of_kernels_alone() -> None:
     outside = {
         module: names
         for module, names in importers_of("triton").items()
-        if not module.startswith("_triton.")
+        if not module.startswith(KERNEL_FOLDERS)
     }
-    # dispatch asks Triton whether it interprets, once a CPU tensor was given to impl="triton"
-    assert outside == {"dispatch": ["triton.knobs"]}
+    # dispatch asks Triton for its version, and whether it interprets, once that matters
+    assert outside == {"dispatch": ["triton.__version__", "triton.knobs"]}
 
 
 def test_the_table_of_configurations_can_be_read_without_triton() -> None:
-    assert not {"_triton", "_triton.config"} & set(importers_of("triton"))
+    tables = {"_triton", "_triton.config", "_hopper", "_hopper.config"}
+    assert not tables & set(importers_of("triton"))
 
 
 def test_transformers_is_imported_by_name_when_registering_alone() -> None:
@@ -92,9 +108,15 @@ def test_the_mock_alone_imports_einx() -> None:
 def test_kernels_import_nothing_outside_their_folder_but_records() -> None:
     records = {"variant", "gradients"}
     for module, path in modules().items():
-        if module.startswith("_triton."):
-            outside = {x for x in imported_siblings(path) if not x.startswith("_triton.")}
+        if module.startswith(KERNEL_FOLDERS):
+            outside = {x for x in imported_siblings(path) if not x.startswith(KERNEL_FOLDERS)}
             assert outside <= records, module
+
+
+def test_portable_kernels_know_nothing_of_hopper() -> None:
+    for module, path in modules().items():
+        if module.startswith("_triton."):
+            assert not {x for x in imported_siblings(path) if x.startswith("_hopper")}, module
 
 
 def test_other_packages_of_the_workspace_are_never_imported() -> None:

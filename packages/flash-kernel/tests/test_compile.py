@@ -33,7 +33,7 @@ def test_operators_pass_opcheck(impl, backward, contiguous, device):
         inputs = [x.contiguous() for x in inputs]
     sinks = torch.randn(2, device=device)
     inputs += [None, None, None, sinks]
-    options = (0.25, 20, 0, 5.0, impl, backward)
+    options = (0.25, 20, 0, 5.0, impl, backward, False)
     o, lse = forward_op(*inputs, *options)
     torch.library.opcheck(forward_op, (*map(requires_grad, inputs), *options))
     saved = [None if x is None else x.detach() for x in inputs]

@@ -14,8 +14,11 @@ SHAPES = ((2, 8, 128, 64), (2, 8, 128, 64))
 
 def test_explain_needs_no_gpu_to_say_what_one_would_run():
     answer = explain(*SHAPES, is_causal=True)
-    assert (answer.impl, answer.backward, answer.refusals) == ("triton", "triton", {})
-    assert str(answer) == "runs impl='triton', backward='triton'"
+    assert (answer.impl, answer.backward) == ("hopper", "hopper")
+    assert str(answer).startswith("runs impl='hopper', backward='hopper'\n")
+    answer = explain(*SHAPES, is_causal=True, capability=80)
+    assert (answer.impl, answer.backward) == ("triton", "triton")
+    assert set(answer.refusals) == {"impl='hopper'", "backward='hopper'"}
 
 
 @pytest.mark.parametrize(
@@ -26,8 +29,11 @@ def test_explain_needs_no_gpu_to_say_what_one_would_run():
         ({"dtype": torch.float64}, "torch", "autograd", "impl='triton'"),
         ({"trained": ["bias"]}, "triton", "dense", "backward='triton'"),
         ({"trained": ["alibi_slopes"]}, "reference", "autograd", "backward='dense'"),
-        ({"window": (64, 0)}, "triton", "triton", "impl='mock'"),
-        ({"backward": "compiled"}, "triton", "compiled", None),
+        ({"window": (64, 0)}, "hopper", "hopper", "impl='mock'"),
+        ({"softcap": 30.0}, "triton", "triton", "impl='hopper'"),
+        ({"dtype": torch.float32}, "triton", "triton", "impl='hopper'"),
+        ({"capability": 100}, "triton", "triton", "impl='hopper'"),
+        ({"backward": "compiled"}, "hopper", "compiled", None),
     ],
 )
 def test_explain_says_what_runs_and_what_is_refused(wish, impl, backward, refused, monkeypatch):

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from flash_kernel.autocast import autocast, is_autocast
 from flash_kernel.autograd import attend
-from flash_kernel.dispatch import TRITON_DTYPES, Options, checked_plan, checked_request, first_plan
+from flash_kernel.dispatch import TRITON_DTYPES, checked_plan, checked_request, first_plan
+from flash_kernel.request import Options
 from flash_kernel.variant import Modifiers
 
 
@@ -28,6 +29,7 @@ def flash_attention(
     return_lse: Literal[False] = False,
     impl: str = "auto",
     backward: str = "auto",
+    deterministic: bool = True,
 ) -> Tensor: ...
 @overload
 def flash_attention(
@@ -46,6 +48,7 @@ def flash_attention(
     return_lse: Literal[True],
     impl: str = "auto",
     backward: str = "auto",
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]: ...
 def flash_attention(
     q: Tensor,
@@ -63,6 +66,7 @@ def flash_attention(
     return_lse: bool = False,
     impl: str = "auto",
     backward: str = "auto",
+    deterministic: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return ``softmax(scores) v`` without storing the scores ``scale * q k^T``.
 
@@ -84,11 +88,15 @@ def flash_attention(
         alibi_slopes: ``[H]`` or ``[B, H]``; adds ``-slope * |i + N - M - j|``.
         sinks: ``[H]``; one more score in each row's denominator, without a value; learnable.
         return_lse: Also return the log-sum-exp of each row's scores.
-        impl: "auto", "triton" (the kernels), "torch" (torch's own attention), "mock" (the readable
-            twin) or "reference" (dense).  "auto" takes Triton on a GPU and torch elsewhere.
-        backward: "auto", "triton" (memory-linear), "compiled" (dense, under torch.compile) or
-            "dense" (the same formulas, not compiled).  "auto" takes the one that belongs to the
-            implementation.
+        impl: "auto", "hopper" (kernels for compute capability 9.0), "triton" (the portable
+            kernels), "torch" (torch's own attention), "mock" (the readable twin) or "reference"
+            (dense).  "auto" takes the first that has what is asked for on a GPU, torch elsewhere.
+        backward: "auto", "hopper" or "triton" (memory-linear), "compiled" (dense, under
+            torch.compile) or "dense" (the same formulas, not compiled).  "auto" takes the one that
+            belongs to the implementation.
+        deterministic: Gradients are bitwise repeatable, as the output always is.  False lets a
+            backward add them in whatever order is fastest (so far that of "hopper", and dq), unless
+            ``torch.use_deterministic_algorithms`` is on.
 
     Returns:
         ``o [..., M, D_v]`` in the dtype of ``q``; with ``return_lse`` also ``lse [..., M]``, the
@@ -107,7 +115,9 @@ def flash_attention(
     FlashAttention-2 (Dao, 2023, arXiv 2307.08691).
     """
     modifiers = Modifiers(alibi_slopes, bias, mask, sinks)
-    options = Options(is_causal, scale, window, softcap, return_lse, impl, backward)
+    if deterministic is False:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    options = Options(is_causal, scale, window, softcap, return_lse, impl, backward, deterministic)
     if is_autocast(q):
         q, k, v = (autocast(x, q.device.type) for x in (q, k, v))
         with torch.autocast(q.device.type, enabled=False):
@@ -141,5 +151,5 @@ def _traced(
         return attend(plan, q, k, v, variant, modifiers)
     from flash_kernel.ops import forward_op
 
-    o, lse = forward_op(q, k, v, *modifiers, *variant, impl, backward)
+    o, lse = forward_op(q, k, v, *modifiers, *variant, impl, backward, options.deterministic)
     return o, lse

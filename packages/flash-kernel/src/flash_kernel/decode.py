@@ -5,8 +5,9 @@ from torch import Tensor
 
 from flash_kernel.autograd import attend
 from flash_kernel.cache import Cache, append_rows, cached_lengths, keys_and_values
-from flash_kernel.dispatch import Plan, Request, describe
+from flash_kernel.dispatch import describe
 from flash_kernel.packed import by_sequence, modifiers_of
+from flash_kernel.request import Plan, Request
 from flash_kernel.variant import Modifiers, Variant
 
 

@@ -8,72 +8,32 @@ import functools
 import importlib.util
 import warnings
 from collections.abc import Hashable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from flash_kernel._hopper import config as hopper
 from flash_kernel._triton.config import (
     compute_capability,
     configs_for,
     max_head_dim,
     max_seqlen,
 )
+from flash_kernel.request import Options, Plan, Request
 from flash_kernel.torch_attention import torch_refusal
 from flash_kernel.validation import check_inputs
 from flash_kernel.variant import Modifiers, Variant, make_variant
 
-IMPLS = ("auto", "triton", "torch", "mock", "reference")
-BACKWARDS = ("auto", "triton", "compiled", "dense")
+IMPLS = ("auto", "hopper", "triton", "torch", "mock", "reference")
+BACKWARDS = ("auto", "hopper", "triton", "compiled", "dense")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-GPU_ORDER = ("triton", "torch", "reference")
+GPU_ORDER = ("hopper", "triton", "torch", "reference")
+KERNELS = ("hopper", "triton")  # a backward of any of them takes what a forward of any saved
 CPU_ORDER = ("torch", "reference")
 
 MAX_PLANS = 4096  # descriptions of inputs; when there are more, all are forgotten
-_plans: dict[Hashable, tuple["Plan", Variant]] = {}
-
-
-class Plan(NamedTuple):
-    """What runs: an implementation, and how it is differentiated.
-
-    ``backward`` is a member of `BACKWARDS`, or "autograd" where torch differentiates the
-    implementation itself, or "mock" for the mock's own.
-    """
-
-    impl: str
-    backward: str
-
-
-class Request(NamedTuple):
-    """What a choice depends on: plain data, no tensors."""
-
-    device: torch.device
-    capability: int  # 90 for an NVIDIA GPU of compute capability 9.0, 0 elsewhere
-    dtype: torch.dtype
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-    head_dim_v: int
-    group: int  # query heads that share a key head
-    variant: Variant
-    modifiers: frozenset[str]  # names of those there are
-    trained: frozenset[str]  # names of those that want a gradient
-    return_lse: bool
-    layout: str = "dense"  # or "packed" sequences, or a "cache" of keys and values
-    is_assumed: bool = False  # the device is described, not there: whether it launches is not asked
-
-
-class Options(NamedTuple):
-    """The public options that are numbers or names."""
-
-    is_causal: bool
-    scale: float | None
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
-    return_lse: bool
-    impl: str
-    backward: str
+_plans: dict[Hashable, tuple[Plan, Variant]] = {}
 
 
 def checked_plan(
@@ -107,9 +67,17 @@ def checked_request(
         TypeError, ValueError: See `check_inputs`.
     """
     wishes = {name: getattr(options, name) for name in ("is_causal", "scale", "window", "softcap")}
-    check_inputs(q, k, v, modifiers, **wishes)
+    check_inputs(q, k, v, modifiers, **wishes, deterministic=options.deterministic)
     variant = make_variant(q.shape[-1], **wishes)
-    return describe(q, k, v, variant, modifiers, return_lse=options.return_lse)
+    return describe(
+        q,
+        k,
+        v,
+        variant,
+        modifiers,
+        return_lse=options.return_lse,
+        is_deterministic=options.deterministic,
+    )
 
 
 def _description(
@@ -131,7 +99,14 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def describe(
-    q: Tensor, k: Tensor, v: Tensor, variant: Variant, modifiers: Modifiers, *, return_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: Variant,
+    modifiers: Modifiers,
+    *,
+    return_lse: bool,
+    is_deterministic: bool = True,
 ) -> Request:
     """Return the request that valid tensors make."""
     present = {name: x for name, x in modifiers._asdict().items() if x is not None}
@@ -149,6 +124,7 @@ def describe(
         modifiers=frozenset(present),
         trained=frozenset(trained),
         return_lse=return_lse,
+        is_deterministic=is_deterministic,
     )
 
 
@@ -173,9 +149,15 @@ def first_plan(request: Request, candidates: tuple[str, ...], backward: str) -> 
     for candidate in candidates:
         refusal = refuse_impl(request, candidate) or refuse_backward(request, candidate, backward)
         if refusal is None:
-            return Plan(candidate, _own_backward(request, candidate, backward))
-        if candidate == "triton" and len(candidates) > 1 and not request.is_assumed:
-            _warn_if_triton_fails(request.device)
+            return Plan(
+                candidate,
+                _own_backward(request, candidate, backward),
+                request.is_deterministic,
+                impl_is_named=len(candidates) == 1,
+                backward_is_named=backward != "auto",
+            )
+        if len(candidates) > 1 and not request.is_assumed:
+            _warn_of_failure(candidate, request)
     raise refusal or AssertionError
 
 
@@ -183,13 +165,25 @@ def _own_backward(request: Request, impl: str, backward: str) -> str:
     """Return the backward that belongs to an implementation where none is named."""
     if backward != "auto":
         return backward
-    if impl == "triton":
-        return "triton" if refuse_backward(request, impl, "triton") is None else "dense"
+    if impl in KERNELS:
+        for kernels in KERNELS[KERNELS.index(impl) :]:
+            if kernels == "hopper" and _is_short(request):
+                continue
+            if refuse_backward(request, impl, kernels) is None:
+                return kernels
+        return "dense"
     return "mock" if impl == "mock" else "autograd"
+
+
+def _is_short(request: Request) -> bool:
+    """Say whether the host's part of a Hopper backward would take longer than the portable one."""
+    return max(request.seqlen_q, request.seqlen_k) <= hopper.SHORT_SEQLEN
 
 
 def refuse_impl(request: Request, impl: str) -> Exception | None:
     """Return the error that asking for an implementation would deserve here, or None."""
+    if impl == "hopper":
+        return hopper_refusal(request, "impl", hopper.FORWARD_HEAD_DIMS)
     if impl == "triton":
         return triton_refusal(request, "impl")
     if impl == "torch":
@@ -223,6 +217,8 @@ def refuse_backward(request: Request, impl: str, backward: str) -> Exception | N
             "the gradient of `alibi_slopes` needs impl='reference' with backward='auto', got "
             f"impl={impl!r}, backward={backward!r}."
         )
+    if backward == "hopper":
+        return hopper_refusal(request, "backward", hopper.BACKWARD_HEAD_DIMS)
     if backward == "triton":
         if "bias" in request.trained:
             return ValueError(
@@ -255,6 +251,73 @@ def triton_refusal(request: Request, option: str) -> Exception | None:
         )
     failure = None if request.is_assumed else triton_failure(request.device)
     return None if failure is None else RuntimeError(f"{wish} {failure}")
+
+
+def hopper_refusal(request: Request, option: str, head_dims: tuple[int, ...]) -> Exception | None:
+    """Return the error that asking for the Hopper kernels by an option would deserve, or None.
+
+    What only the tensors' layout or the compiler can rule out shows at the launch.
+    """
+    wish, other = f"{option}='hopper'", f"Pass {option}='triton' or {option}='auto'."
+    if request.capability != hopper.CAPABILITY:
+        return RuntimeError(
+            f"{wish} needs an NVIDIA GPU of compute capability 9.0, got "
+            f"{_named_capability(request)}. {other}"
+        )
+    if request.dtype not in hopper.DTYPES:
+        return TypeError(f"{wish} takes float16 or bfloat16, got {request.dtype}. {other}")
+    lacking = hopper_lacks(request, head_dims)
+    if lacking is not None:
+        return ValueError(f"{wish} {lacking}. {other}")
+    failure = None if request.is_assumed else hopper_failure(request.device)
+    return None if failure is None else RuntimeError(f"{wish} {failure}")
+
+
+def hopper_lacks(request: Request, head_dims: tuple[int, ...]) -> str | None:
+    """Return what a request wants that the Hopper kernels do not have, or None."""
+    if request.head_dim != request.head_dim_v:
+        return f"needs v as wide as q, got {request.head_dim_v} and {request.head_dim}"
+    if request.head_dim not in head_dims:
+        known = ", ".join(map(str, head_dims)) or "none yet"
+        return f"takes a `head_dim` among {known}, got {request.head_dim}"
+    if request.layout != "dense":
+        return f"has no {request.layout} layout"
+    if request.modifiers:
+        return f"has no {', '.join(sorted(request.modifiers))}"
+    if request.variant.softcap is not None:
+        return "has no softcap"
+    if request.variant.scale < hopper.SMALLEST_SCALE:
+        return f"needs `scale` to be at least {hopper.SMALLEST_SCALE}, got {request.variant.scale}"
+    longest = max(request.seqlen_q, request.seqlen_k)
+    if longest > hopper.MAX_SEQLEN:
+        return f"takes at most {hopper.MAX_SEQLEN} rows, got {longest}"
+    return None
+
+
+def _named_capability(request: Request) -> str:
+    """Return what a request's device is, in the words of `hopper_refusal`."""
+    if not request.capability:
+        return f"device '{request.device.type}'"
+    return f"{request.capability // 10}.{request.capability % 10}"
+
+
+def hopper_failure(device: torch.device) -> str | None:
+    """Return why no Hopper kernel can run on a device of the right kind, or None."""
+    return triton_failure(device) or _gluon_failure()
+
+
+@functools.cache
+def _gluon_failure() -> str | None:
+    from triton import __version__
+
+    if tuple(int(x) for x in __version__.split(".")[:2]) < hopper.OLDEST_TRITON:
+        return f"needs Triton 3.6 or newer, got {__version__}."
+    try:
+        importlib.import_module("flash_kernel._hopper.compat")
+    # Gluon is experimental: whatever it lacks in some release is an answer, as for Triton
+    except (ImportError, AttributeError) as error:
+        return f"needs Triton's Gluon, which fails: {type(error).__name__}: {error}"
+    return None
 
 
 def triton_failure(device: torch.device) -> str | None:
@@ -292,6 +355,26 @@ def _launch_failure(device: torch.device) -> str | None:
         first_line = str(error).strip().splitlines()[:1]
         return f"cannot launch on {device}: {type(error).__name__}: {''.join(first_line)}"
     return None
+
+
+def _warn_of_failure(candidate: str, request: Request) -> None:
+    """Warn, once a process, if it is for a failure that a candidate for ``auto`` is passed over."""
+    if candidate == "triton":
+        _warn_if_triton_fails(request.device)
+    elif candidate == "hopper" and request.capability == hopper.CAPABILITY:
+        failure = None if triton_failure(request.device) else _gluon_failure()
+        if failure is not None:
+            warn_of_portable_path(failure)
+
+
+@functools.cache
+def warn_of_portable_path(failure: str) -> None:
+    """Say, once for each reason, that the portable kernels stand in for Hopper's."""
+    warnings.warn(
+        f"flash_kernel falls back to its portable Triton kernels: the Hopper path {failure}",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 @functools.cache

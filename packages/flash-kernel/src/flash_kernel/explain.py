@@ -8,11 +8,11 @@ import torch
 from flash_kernel.dispatch import (
     BACKWARDS,
     IMPLS,
-    Request,
     refuse_backward,
     refuse_impl,
     resolve,
 )
+from flash_kernel.request import Request
 from flash_kernel.validation import check_options
 from flash_kernel.variant import Modifiers, make_variant
 
@@ -52,6 +52,7 @@ def explain(
     return_lse: bool = False,
     impl: str = "auto",
     backward: str = "auto",
+    deterministic: bool = True,
 ) -> Explanation:
     """Say what `flash_attention` would run for a described call, and why each other would not.
 
@@ -70,6 +71,7 @@ def explain(
         return_lse: Whether lse is asked for.
         impl: A name, or "auto".
         backward: A name, or "auto".
+        deterministic: As in `flash_attention`.
 
     Raises:
         ValueError: A name that does not exist.
@@ -79,7 +81,7 @@ def explain(
             known = ", ".join(map(repr, Modifiers._fields))
             msg = f"`modifiers` and `trained` must be names among {known}, got {name!r}."
             raise ValueError(msg)
-    check_options(is_causal=is_causal, window=window, softcap=softcap)
+    check_options(is_causal=is_causal, window=window, softcap=softcap, deterministic=deterministic)
     is_cpu = capability is None
     request = Request(
         device=torch.device("cpu" if is_cpu else "cuda"),
@@ -96,6 +98,7 @@ def explain(
         modifiers=frozenset(modifiers) | frozenset(trained),
         trained=frozenset(trained),
         return_lse=return_lse,
+        is_deterministic=deterministic,
         is_assumed=not is_cpu,
     )
     try:

@@ -28,7 +28,8 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         """Return ``o``; save q, k, v, o and lse."""
-        ctx.options = (q.shape[-1] ** -0.5, None, 0 if is_causal else None, None, "auto", "auto")
+        variant = q.shape[-1] ** -0.5, None, 0 if is_causal else None, None
+        ctx.options = (*variant, "auto", "auto", True)
         o: Tensor
         o, lse = forward_op(q, k, v, *NO_MODIFIERS, *ctx.options)
         ctx.save_for_backward(q, k, v, o, lse)

@@ -43,15 +43,16 @@ def forward_op(
     softcap: float | None,
     impl: str,
     backward: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return ``o [..., M, D_v]`` and ``lse [..., M]``."""
     variant, modifiers = (
         Variant(scale, left, right, softcap),
         Modifiers(alibi_slopes, bias, mask, sinks),
     )
-    request = describe(q, k, v, variant, modifiers, return_lse=True)
+    request = describe(q, k, v, variant, modifiers, return_lse=True, is_deterministic=deterministic)
     plan = resolve(request, impl=impl, backward=backward)
-    o, lse = run_forward(plan.impl, q, k, v, variant, modifiers)
+    o, lse = run_forward(plan, q, k, v, variant, modifiers)
     return laid_out_like(empty_output(q, v), o), lse.contiguous()
 
 
@@ -70,6 +71,7 @@ def _(
     softcap: float | None,
     impl: str,
     backward: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return empty_output(q, v), q.new_empty(q.shape[:-1], dtype=lse_dtype)
@@ -94,6 +96,7 @@ def backward_op(
     softcap: float | None,
     impl: str,
     backward: str,
+    deterministic: bool,
     trains_bias: bool,
 ) -> list[Tensor]:
     """Return ``dq, dk, dv``, and then the gradients of a bias and of sinks, if there are any."""
@@ -101,13 +104,14 @@ def backward_op(
         Variant(scale, left, right, softcap),
         Modifiers(alibi_slopes, bias, mask, sinks),
     )
-    request = describe(q, k, v, variant, modifiers, return_lse=True)
+    request = describe(q, k, v, variant, modifiers, return_lse=True, is_deterministic=deterministic)
     if trains_bias:
         request = request._replace(trained=frozenset({"bias"}))
     plan = resolve(request, impl=impl, backward=backward)
     # inside an operator torch cannot differentiate for us: the dense formulas stand in
-    chosen = "dense" if plan.backward == "autograd" else plan.backward
-    gradients = run_backward(chosen, q, k, v, o, lse, do, dlse, variant, modifiers)
+    if plan.backward == "autograd":
+        plan = plan._replace(backward="dense")
+    gradients = run_backward(plan, q, k, v, o, lse, do, dlse, variant, modifiers)
     promised = [torch.empty_like(x) for x in (q, k, v)]
     results = [laid_out_like(x, dx) for x, dx in zip(promised, gradients[:3], strict=True)]
     if bias is not None and trains_bias and gradients.dbias is not None:
@@ -136,6 +140,7 @@ def _(
     softcap: float | None,
     impl: str,
     backward: str,
+    deterministic: bool,
     trains_bias: bool,
 ) -> list[Tensor]:
     results = [torch.empty_like(x) for x in (q, k, v)]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_kernel.autograd import attend, run_backward, run_forward
-from flash_kernel.dispatch import Plan, Request, describe
+from flash_kernel.dispatch import describe
 from flash_kernel.gradients import Gradients
 from flash_kernel.packed import (
     as_one_batch,
@@ -16,6 +16,7 @@ from flash_kernel.packed import (
     modifiers_of,
     split_packed,
 )
+from flash_kernel.request import Plan, Request
 from flash_kernel.second_order import refuse_second_order
 from flash_kernel.variant import Modifiers, Packing, Variant
 
@@ -105,7 +106,7 @@ def run_packed_forward(
         o, lse = launch_forward(*views, variant, by_batch, packing)
         return o[0].transpose(0, 1), lse[0]
     results = [
-        run_forward(impl, *tensors, variant, modifiers_of(modifiers, i))
+        run_forward(Plan(impl, "dense"), *tensors, variant, modifiers_of(modifiers, i))
         for i, tensors in enumerate(each_sequence(packing, q, k, v))
     ]
     return join_packed([o for o, _ in results]), torch.cat([lse[0] for _, lse in results], dim=-1)
@@ -140,7 +141,7 @@ def run_packed_backward(
     dlses = [None] * len(lengths) if dlse is None else torch.split(dlse[None], lengths, dim=-1)
     parts = [
         run_backward(
-            backward, *tensors, os[i], lses[i], dos[i], dlses[i], variant,
+            Plan("reference", backward), *tensors, os[i], lses[i], dos[i], dlses[i], variant,
             modifiers_of(modifiers, i),
         )
         for i, tensors in enumerate(each_sequence(packing, q, k, v))

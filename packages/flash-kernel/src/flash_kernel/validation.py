@@ -23,6 +23,7 @@ def check_inputs(
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    deterministic: bool = True,
 ) -> None:
     """Raise unless the arguments are a valid input of attention.
 
@@ -38,6 +39,7 @@ def check_inputs(
         scale: None, or a finite number.
         window: None, or two of None and integers from 0.
         softcap: None, or a finite number above 0.
+        deterministic: True or False.
 
     ``M``, ``N`` and the leading dimensions may be 0.
 
@@ -47,7 +49,13 @@ def check_inputs(
     """
     check_qkv(q, k, v)
     check_modifiers(q, k, modifiers)
-    check_options(is_causal=is_causal, scale=scale, window=window, softcap=softcap)
+    check_options(
+        is_causal=is_causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
 
 
 def check_options(
@@ -56,14 +64,16 @@ def check_options(
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    deterministic: bool = True,
 ) -> None:
     """Raise unless the options that are numbers are valid, whatever the tensors."""
     _check_number("scale", scale)
     _check_number("softcap", softcap, above_zero=True)
     _check_window(window)
-    if not isinstance(is_causal, bool):
-        msg = f"`is_causal` must be True or False, got {is_causal!r}."
-        raise TypeError(msg)
+    for name, value in (("is_causal", is_causal), ("deterministic", deterministic)):
+        if not isinstance(value, bool):
+            msg = f"`{name}` must be True or False, got {value!r}."
+            raise TypeError(msg)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

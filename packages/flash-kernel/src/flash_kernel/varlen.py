@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from flash_kernel.autocast import autocast, is_autocast
-from flash_kernel.dispatch import Options, resolve
+from flash_kernel.dispatch import resolve
 from flash_kernel.packed import check_packed
 from flash_kernel.packed_autograd import attend_packed, describe_packed
+from flash_kernel.request import Options
 from flash_kernel.sequence_ops import packed_forward_op
 from flash_kernel.validation import check_options
 from flash_kernel.variant import Modifiers, Packing, Variant, make_variant

@@ -59,6 +59,12 @@ class BlockConfig:
     num_stages: int = 2
     max_registers: int | None = None  # of a thread; so that two programs fit a multiprocessor
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton's launch and compiler take."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
+
 
 @dataclass(frozen=True)
 class KernelConfigs:

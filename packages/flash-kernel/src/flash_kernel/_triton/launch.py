@@ -25,7 +25,10 @@ from flash_kernel._triton.config import (
 )
 from flash_kernel._triton.forward import flash_attention_forward_kernel
 from flash_kernel._triton.prepared import (
+    Describe,
     PreparedLaunch,
+    describe_blocks,
+    describe_packed_blocks,
     is_aligned,
     is_interpreted,
     layout_key,
@@ -292,16 +295,18 @@ def prepare(
         # packed, how many rows there are says nothing of how many a sequence has
         use_descriptors = can_use_descriptors(*tiled.values(), takes_short=spec.IS_PACKED)
     spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors, IN_PIECES=not use_descriptors)
-    blocks: list[list[int] | None] = [None] * (len(tiled) + num_buffers)
+    describers: list[Describe | None] = [None] * (len(tiled) + num_buffers)
+    describe = describe_packed_blocks if spec.IS_PACKED else describe_blocks
+    leading = [1, 1, 1] if spec.IS_PACKED else [1, 1]
     if use_descriptors:
         for index, name in enumerate(tiled):
             rows = spec.BLOCK_N if name in KEY_TENSORS else spec.BLOCK_M
             width = spec.BLOCK_DV if name in VALUE_TENSORS else spec.BLOCK_D
-            blocks[index] = [1, 1, 1, rows, width] if spec.IS_PACKED else [1, 1, rows, width]
+            describers[index] = describe([*leading, rows, width])
     strides = [tensor.stride() for tensor in tiled.values()]
     if modifiers is not None:
         strides += [ABSENT if x is None else x.stride() for x in modifiers[:3]]
-    return PreparedLaunch(kernel, grid, blocks, (*strides, *scalars, spec), config)
+    return PreparedLaunch(kernel, grid, describers, (*strides, *scalars, spec), config.options)
 
 
 def window_scalars(options: Options) -> tuple[int, int, float]:

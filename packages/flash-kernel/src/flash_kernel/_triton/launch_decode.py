@@ -78,7 +78,7 @@ def prepare_append(
             spec,
             dataclasses.replace(spec, PAGE_SIZE=page_size(k_cache, block_table)),
         ),
-        config,
+        config.options,
     )
 
 
@@ -187,7 +187,7 @@ def prepare_decode(
                 spec, PRESCALED=prescaled, PAGE_SIZE=page_size(k_cache, block_table)
             ),
         ),
-        config,
+        config.options,
     )
 
 
@@ -203,7 +203,7 @@ def prepare_combine(o: Tensor, num_splits: int, modifiers: Modifiers) -> Prepare
         (batch * num_heads * seqlen_q, 1),
         [None] * 5,
         (o.stride(), num_heads, seqlen_q, num_splits, at_once, spec),
-        config,
+        config.options,
     )
 
 

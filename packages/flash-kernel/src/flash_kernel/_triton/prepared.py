@@ -6,16 +6,18 @@ run.  All of it depends on shapes, strides, dtypes and alignment alone.  So that
 which a launch is prepared; from its second time on, only addresses change.
 """
 
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flash_kernel._triton.config import PACKED_ROWS, BlockConfig
+from flash_kernel._triton.config import PACKED_ROWS
 
+Describe = Callable[[Tensor], Any]  # makes a descriptor of a tensor
 ALIGNMENT = 16  # bytes: what the copy engine asks of an address and of every stride but the last
 MAX_EXTENT = 2**31 - 1  # of a descriptor's dimension
 MAX_PREPARED = 4096  # shapes met; when there are more, all are forgotten and prepared anew
@@ -24,27 +26,25 @@ MAX_PREPARED = 4096  # shapes met; when there are more, all are forgotten and pr
 class PreparedLaunch:
     """A kernel, its grid, and every argument but the addresses of its tensors.
 
-    ``kernel`` takes its tensors first.  For each of them ``blocks`` has the block shape of the
-    descriptor to pass (in five dimensions for packed sequences), or None to pass the tensor itself;
-    ``constants`` are the arguments after.
+    ``kernel`` takes its tensors first.  For each of them ``describers`` has what makes the
+    descriptor to pass, or None to pass the tensor itself; ``constants`` are the arguments after,
+    ``options`` those of Triton (``num_warps`` and the like).
     """
 
     def __init__(
         self,
         kernel: Any,
         grid: tuple[int, int],
-        blocks: list[list[int] | None],
+        describers: Sequence[Describe | None],
         constants: tuple[Any, ...],
-        config: BlockConfig,
+        options: dict[str, Any],
     ) -> None:
         self.kernel = kernel
         self.grid = (*grid, 1)
-        self.blocks = blocks
+        self.describers = describers
         self.constants = constants
-        self.options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        if config.max_registers is not None:
-            self.options["maxnreg"] = config.max_registers
-        self.templates: list[TensorDescriptor | None] = []
+        self.options = options
+        self.templates: list[Any] = []
         self.compiled: Any = None
 
     def __call__(self, *tensors: Tensor) -> None:
@@ -77,15 +77,16 @@ class PreparedLaunch:
     def _launch_first(self, tensors: tuple[Tensor, ...]) -> None:
         """Launch through Triton, which compiles; keep the compiled kernel for the next time."""
         arguments = [
-            x if block is None else (describe if len(block) == 4 else describe_packed)(x, block)
-            for x, block in zip(tensors, self.blocks, strict=True)
+            x if describer is None else describer(x)
+            for x, describer in zip(tensors, self.describers, strict=True)
         ]
         compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
         if compiled is None:  # Triton interprets
             return
         # a template must not keep the first call's tensors alive
         self.templates = [
-            with_base(x, None) if isinstance(x, TensorDescriptor) else None for x in arguments
+            None if describer is None else with_base(x, None)
+            for x, describer in zip(arguments, self.describers, strict=True)
         ]
         self.compiled = compiled
 
@@ -96,22 +97,36 @@ def is_profiled() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
-def with_base(template: TensorDescriptor, base: Tensor | None) -> TensorDescriptor:
+def with_base(template: Any, base: Tensor | None) -> Any:
     """Copy a descriptor onto another address, without the checks that its key has passed."""
-    descriptor = object.__new__(TensorDescriptor)
+    descriptor = object.__new__(type(template))
     descriptor.__dict__.update(template.__dict__, base=base)
     return descriptor
 
 
-def describe(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """Return a descriptor over ``x``, which `is_aligned`."""
+def descriptor_shape(x: Tensor) -> tuple[list[int], list[int]]:
+    """Return the shape and the strides that a descriptor over ``x``, which `is_aligned`, has."""
     # the stride of a dimension of size 1 is arbitrary, but a descriptor has every stride aligned
     leading = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     strides = [stride if size > 1 else ALIGNMENT for size, stride in leading]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
+    return list(x.shape), [*strides, 1]
 
 
-def describe_packed(x: Tensor, block: list[int]) -> TensorDescriptor:
+def describe_blocks(block: list[int]) -> Describe:
+    """Return what makes a descriptor by blocks of that shape."""
+    return partial(_describe, block=block)
+
+
+def _describe(x: Tensor, *, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor(x, *descriptor_shape(x), block)
+
+
+def describe_packed_blocks(block: list[int]) -> Describe:
+    """Return what makes a descriptor of packed sequences; see `_describe_packed`."""
+    return partial(_describe_packed, block=block)
+
+
+def _describe_packed(x: Tensor, *, block: list[int]) -> TensorDescriptor:
     """Return a descriptor over packed sequences ``x [1, H, total, D]`` that can end at any row.
 
     A descriptor stops at the end of the tensor, and a tile at the end of a sequence would take in
@@ -150,12 +165,13 @@ def is_aligned(x: Tensor) -> bool:
     return all(stride > 0 and stride * x.element_size() % ALIGNMENT == 0 for stride in strides)
 
 
-_prepared: dict[Hashable, PreparedLaunch] = {}
+Prepared = TypeVar("Prepared")  # a launch, or several that have one key
+_prepared: dict[Hashable, Any] = {}
 
 
-def prepared(key: Hashable, prepare: Callable[[], PreparedLaunch]) -> PreparedLaunch:
+def prepared(key: Hashable, prepare: Callable[[], Prepared]) -> Prepared:
     """Return the launch prepared under a key, preparing it if it is new."""
-    launch = _prepared.get(key)
+    launch: Prepared | None = _prepared.get(key)
     if launch is None:
         if len(_prepared) >= MAX_PREPARED:
             _prepared.clear()

@@ -1,0 +1,87 @@
+"""The two small kernels around the backward: row statistics before it, dq out of its sums after it.
+
+Both are bound by memory.  They are plain Triton, one program for each block of queries.
+"""
+
+import triton
+import triton.language as tl
+
+from flash_kernel._triton.primitives import INF, LOG2_E
+from flash_kernel._triton.tiles import load_piece, rows_of, store_piece
+
+
+@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_blocks"])
+def flash_attention_backward_start_kernel(
+    o, do, lse_ptr, dlse_ptr, statistics_ptr, dq_sum_ptr, counters_ptr, o_strides, do_strides,
+    num_heads, seqlen_q, num_blocks, head_dim, scale, HAS_DLSE: tl.constexpr,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """Write the statistics of each row, and clear what the backward adds to.
+
+    statistics  float32 [B * H, blocks, 2, BLOCK_M]: -lse, and -delta = dlse - rowsum(do * o)
+    dq_sum      float32 [B * H, blocks, BLOCK_M * BLOCK_D]; left alone if SPEC.IS_ORDERED
+    counters    int32 [1 + B * H * blocks]: the next tile, and the turns of the blocks
+
+    -lse is in units of log2 (it is added to scale_log2 * s), or divided by scale where it starts
+    the accumulator of s.  Rows past the end, and rows that saw no key, get -inf: their p is 0, and
+    no loop needs a mask for them.
+    """
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    block_row = tl.program_id(0).to(tl.int64)
+    batch_head = (block_row // num_blocks).to(tl.int32)
+    block = (block_row % num_blocks).to(tl.int32)
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+    row = block * BLOCK_M
+    rows = row + tl.arange(0, BLOCK_M)
+    o_rows = rows_of(o, o_strides, batch, head, 0, seqlen_q, head_dim, SPEC)
+    do_rows = rows_of(do, do_strides, batch, head, 0, seqlen_q, head_dim, SPEC)
+    o_i = load_piece(o_rows, row, 0, BLOCK_D, BLOCK_M, SPEC)
+    do_i = load_piece(do_rows, row, 0, BLOCK_D, BLOCK_M, SPEC)
+    minus_delta = -tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), axis=1)
+    at = batch_head.to(tl.int64) * seqlen_q + rows
+    if HAS_DLSE:
+        minus_delta += tl.load(dlse_ptr + at, mask=rows < seqlen_q, other=0.0)
+    lse = tl.load(lse_ptr + at, mask=rows < seqlen_q, other=INF)
+    lse = tl.where(lse == -INF, INF, lse)
+    unit = -LOG2_E
+    if SPEC.STATISTICS_FIRST:
+        unit = -1.0 / scale
+    statistics_ptr += block_row * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
+    tl.store(statistics_ptr, lse * unit)
+    tl.store(statistics_ptr + BLOCK_M, minus_delta)
+    if SPEC.IS_ORDERED:
+        tl.store(counters_ptr + 1 + block_row, 0)
+    else:
+        size: tl.constexpr = BLOCK_M * BLOCK_D
+        tl.store(dq_sum_ptr + block_row * size + tl.arange(0, size), tl.zeros([size], tl.float32))
+    if block_row == 0:
+        tl.store(counters_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_blocks"])
+def flash_attention_backward_end_kernel(
+    dq, statistics_ptr, dq_sum_ptr, dq_strides, num_heads, seqlen_q, num_blocks, head_dim, scale,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """Write dq = scale * sum, bringing the sums' order of registers into rows and columns.
+
+    Rows that saw no key have dq = 0; where no row of a block saw one, the sum was never written.
+    """
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+    BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    block_row = tl.program_id(0).to(tl.int64)
+    batch_head = (block_row // num_blocks).to(tl.int32)
+    block = (block_row % num_blocks).to(tl.int32)
+    size: tl.constexpr = BLOCK_M * BLOCK_D
+    total = tl.load(dq_sum_ptr + block_row * size + tl.arange(0, size))
+    # `flat` in backward.py: column block, warp, row of 8, column pair, half of 16 rows, column
+    total = tl.reshape(total, [BLOCK_M // 64, BLOCK_D // 8, 4, 8, 4, 2, 2])
+    total = tl.reshape(tl.permute(total, [0, 2, 5, 3, 1, 4, 6]), [BLOCK_M, BLOCK_D])
+    minus_lse = tl.load(statistics_ptr + block_row * (2 * BLOCK_M) + tl.arange(0, BLOCK_M))
+    total = tl.where((tl.abs(minus_lse) == INF)[:, None], 0.0, total * scale)
+    rows = rows_of(
+        dq, dq_strides, batch_head // num_heads, batch_head % num_heads, 0, seqlen_q, head_dim, SPEC
+    )
+    store_piece(rows, total, block * BLOCK_M, 0, SPEC)

@@ -1,0 +1,222 @@
+"""Host side of the Hopper backward: outputs, workspaces, arguments, three launches."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flash_kernel._hopper.backward import flash_attention_backward_kernel
+from flash_kernel._hopper.backward_config import BYTES_TOGETHER, CONFIGS, BackwardSpec
+from flash_kernel._hopper.backward_ends import (
+    flash_attention_backward_end_kernel,
+    flash_attention_backward_start_kernel,
+)
+from flash_kernel._hopper.backward_tiles import Problem
+from flash_kernel._hopper.compat import TensorDescriptor, gl
+from flash_kernel._hopper.config import LayoutRefusal
+from flash_kernel._hopper.launch import LOG2_E, OPTIONS, Launch, describe_tiles, num_sms
+from flash_kernel._triton.prepared import (
+    Describe,
+    PreparedLaunch,
+    descriptor_shape,
+    is_aligned,
+    layout_key,
+    prepared,
+)
+from flash_kernel.gradients import Gradients
+from flash_kernel.variant import Variant
+
+SMALL = {"num_warps": 4}  # of the kernels before and after
+
+
+class Launches(NamedTuple):
+    """The three launches of a backward, prepared under one key, and what they need to be given."""
+
+    start: PreparedLaunch
+    main: PreparedLaunch
+    end: PreparedLaunch
+    copies_do: bool  # do has to be made contiguous first
+    floats: int  # of the row statistics
+    sums: tuple[int, int]  # the shape of the sums of dq
+    counters: int
+
+    def workspace(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Allocate what the launches leave for each other: row statistics, dq sums, counters.
+
+        The caching allocator keeps memory to its stream, and to its graph while one is captured:
+        so no two backwards that may overlap share a counter.
+        """
+        return (
+            torch.empty(self.floats, device=device, dtype=torch.float32),
+            torch.empty(self.sums, device=device, dtype=torch.float32),
+            torch.empty(self.counters, device=device, dtype=torch.int32),
+        )
+
+
+def launch_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    variant: Variant,
+    *,
+    is_deterministic: bool = True,
+) -> Gradients:
+    """Return ``dq``, ``dk`` and ``dv``, laid out like ``q``, ``k`` and ``v``.
+
+    Shapes are ``q [B, H, M, D]`` and ``k, v [B, H_kv, N, D]``.
+
+    ``o`` and ``lse`` are what a forward returned; ``do`` and ``dlse [B, H, M]`` (None for zero) are
+    the gradients of the loss with respect to them.
+
+    Raises:
+        LayoutRefusal: TMA cannot read q, k or v as they lie in memory.
+        BuildFailure: The kernel does not compile here.
+    """
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if q.numel() == 0 or k.numel() == 0:
+        return Gradients(dq.zero_(), dk.zero_(), dv.zero_())
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    key = (layout_key(q, k, v, o, lse, do, dlse), variant, is_deterministic, "hopper backward")
+    prepare_it = partial(
+        prepare_backward, q, k, v, o, do, dq, dk, dv, variant,
+        has_dlse=dlse is not None, is_deterministic=is_deterministic,
+    )  # fmt: skip
+    launches = prepared(key, prepare_it)
+    if launches.copies_do:
+        do = do.contiguous()
+    statistics, sums, counters = launches.workspace(q.device)
+    launches.start(o, do, lse, lse if dlse is None else dlse, statistics, sums, counters)
+    launches.main(q, k, v, do, dk, dv, statistics, sums, sums, counters)
+    launches.end(dq, statistics, sums)
+    return Gradients(dq, dk, dv)
+
+
+def prepare_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    variant: Variant, *, has_dlse: bool, is_deterministic: bool,
+) -> Launches:  # fmt: skip
+    """Prepare the three launches for tensors of one layout."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("dk", dk), ("dv", dv)):
+        if not is_aligned(x):
+            msg = f"`{name}` has strides {x.stride()}, which a TMA descriptor cannot express."
+            raise LayoutRefusal(msg)
+    # a gradient comes as autograd made it, often expanded or transposed; the caller cannot help it
+    copies_do = not is_aligned(do)
+    spec = specify(q, k, variant, is_deterministic=is_deterministic)
+    batch, num_heads, seqlen_q, _ = q.shape
+    blocks = batch * num_heads * triton.cdiv(seqlen_q, spec.BLOCK_M)
+    rows = blocks * spec.BLOCK_M
+    do = do.contiguous() if copies_do else do
+    return Launches(
+        prepare_start(o, do, variant.scale, spec, has_dlse=has_dlse),
+        prepare_main(q, k, variant, spec),
+        prepare_end(dq, variant.scale, spec),
+        copies_do,
+        floats=2 * rows,
+        sums=(rows * spec.BLOCK_D // 256, 256),
+        counters=1 + blocks,
+    )
+
+
+def specify(q: Tensor, k: Tensor, variant: Variant, *, is_deterministic: bool) -> BackwardSpec:
+    """Return what the kernels are compiled for."""
+    block_d = 64 if q.shape[-1] <= 64 else 128
+    config = CONFIGS[block_d]
+    return BackwardSpec(
+        BLOCK_D=block_d,
+        BLOCK_M=config.block_m,
+        DQ_BY_TMA=config.dq_by_tma or is_deterministic,
+        IS_ORDERED=is_deterministic,
+        STATISTICS_FIRST=config.statistics_first,
+        IS_GROUPED=q.shape[1] > k.shape[1],
+        HAS_LEFT=variant.left is not None,
+        HAS_RIGHT=variant.right is not None,
+        HAS_TAIL=k.shape[2] % BackwardSpec.BLOCK_N != 0,
+    )
+
+
+def prepare_start(
+    o: Tensor, do: Tensor, scale: float, spec: BackwardSpec, *, has_dlse: bool
+) -> PreparedLaunch:
+    """Prepare the row statistics: one program per head and query block."""
+    batch, num_heads, seqlen_q, head_dim = o.shape
+    num_blocks = triton.cdiv(seqlen_q, spec.BLOCK_M)
+    constants = (o.stride(), do.stride(), num_heads, seqlen_q, num_blocks, head_dim, scale)
+    return PreparedLaunch(
+        flash_attention_backward_start_kernel,
+        (batch * num_heads * num_blocks, 1),
+        [None] * 7,
+        (*constants, has_dlse, spec),
+        SMALL,
+    )
+
+
+def prepare_end(dq: Tensor, scale: float, spec: BackwardSpec) -> PreparedLaunch:
+    """Prepare dq from its sums: one program per head and query block."""
+    batch, num_heads, seqlen_q, head_dim = dq.shape
+    num_blocks = triton.cdiv(seqlen_q, spec.BLOCK_M)
+    return PreparedLaunch(
+        flash_attention_backward_end_kernel,
+        (batch * num_heads * num_blocks, 1),
+        [None] * 3,
+        (dq.stride(), num_heads, seqlen_q, num_blocks, head_dim, scale, spec),
+        SMALL,
+    )
+
+
+def prepare_main(q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec) -> PreparedLaunch:
+    """Prepare the backward: as many CTAs as the GPU runs at a time, which take tiles in turn."""
+    problem = problem_of(q, k, variant, spec)
+    return Launch(
+        flash_attention_backward_kernel,
+        (min(problem.num_tiles, num_sms(q.device)), 1),
+        (*describers(q.dtype, spec), None, None),
+        (*problem, variant.scale, variant.scale * LOG2_E, spec),
+        OPTIONS,
+    )
+
+
+def problem_of(q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec) -> Problem:
+    """Return the numbers of a launch."""
+    batch, num_heads, seqlen_q, _ = q.shape
+    num_heads_k, seqlen_k = k.shape[1:3]
+    group = num_heads // num_heads_k
+    heads = batch * num_heads_k
+    bytes_of_head = group * seqlen_q * spec.BLOCK_D * 8  # q and do in 16 bits, dq in 32
+    return Problem(
+        num_heads_k,
+        group,
+        seqlen_q,
+        seqlen_k,
+        num_blocks=triton.cdiv(seqlen_q, spec.BLOCK_M),
+        heads_together=max(1, min(heads, BYTES_TOGETHER // bytes_of_head)),
+        num_tiles=heads * triton.cdiv(seqlen_k, spec.BLOCK_N),
+        left=variant.left or 0,
+        right=variant.right or 0,
+    )
+
+
+def describers(dtype: torch.dtype, spec: BackwardSpec) -> tuple[Describe, ...]:
+    """Return what makes the descriptors of q, k, v, do, dk, dv, the statistics and the sums."""
+    queries, keys = (
+        describe_tiles([1, 1, rows, spec.BLOCK_D], dtype) for rows in (spec.BLOCK_M, 64)
+    )
+    statistics, sums = describe_floats([2 * spec.BLOCK_M]), describe_floats([16, 256])
+    return queries, keys, keys, queries, keys, keys, statistics, sums
+
+
+def describe_floats(block: list[int]) -> Describe:
+    """Return what makes a descriptor by float32 blocks of that shape, which lie plainly."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
+
+    def describe(x: Tensor) -> Any:
+        return TensorDescriptor(x, *descriptor_shape(x), block, layout)
+
+    return describe

@@ -1,0 +1,102 @@
+"""Forward for Hopper: a producer warp feeds warpgroups that multiply, through shared memory.
+
+A CTA stays on its SM and takes tiles of query rows from a counter until there are none.  Each
+consumer warpgroup owns 64 of a tile's rows; all walk the same blocks of keys, right to left:
+
+    producer (1 warp)            copy engine             consumers (4 warps each)
+    ─────────────────            ───────────             ───────────────────────────────────────
+    wait q_free      ◄──────────────────────────────────  arrive q_free        tile done, verdict
+    post the tile, expect q ──►  q ─► arrive q_full ───►  wait q_full          read the tile
+    wait k_free      ◄──────────────────────────────────  arrive k_free        scores are there
+    expect k         ─────────►  k ─► arrive k_full ───►  wait k_full ┐
+    wait v_free      ◄──────────────────────────────────  arrive v_free        product is there
+    expect v         ─────────►  v ─► arrive v_full ───►  wait v_full ┤
+                                                          take turn   │        from the last one
+                                                          issue S = q k', O += p v  ◄┘
+                                                          give turn            to the next one
+                                                          softmax of S while O += p v runs
+
+``*_full`` are mbarriers, completed by the copy engine; ``*_free`` and the turns are named barriers.
+
+**The softmax has a fixed reference.**  Softmax does not depend on what is subtracted from a row's
+scores, as long as nothing overflows.  So the row maximum of the first block alone scales the whole
+row: the loop computes no maximum, moves nothing between lanes and never rescales O, 463 -> 309
+instructions a step at d = 128, with which d = 128 at n = 16k went from 631 to over 700 TFLOP/s.
+Where later scores grow beyond 2^64 times that reference (2^15 for float16), or O overflows, the
+consumers write a verdict and the producer hands the same tile out again, to be done by online
+softmax.  The verdict depends on the tile alone, so a row has the same bits whatever else is there.
+
+Measured on an H200; docs/hopper-log.md has the numbers and what did not help.
+"""
+
+from flash_kernel._hopper.compat import fence_async_shared, gl, gluon, mbarrier
+from flash_kernel._hopper.consumer import consumer
+from flash_kernel._hopper.producer import producer
+from flash_kernel._hopper.tiles import Buffers, Shape, Tensors
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "seqlen_q", "seqlen_k", "left", "right", "num_heads", "group", "units", "row_tiles", "swath"
+    ]
+)  # fmt: skip
+def flash_attention_hopper_forward_kernel(
+    q, k, v, o, lse_ptr, workspace_ptr,
+    seqlen_q, seqlen_k, left, right, num_heads, group, units, row_tiles, swath, scale_log2,
+    SPEC: gl.constexpr,
+):  # fmt: skip
+    """o = softmax(scores) v and lse = log sum exp(scores); see the head of this file.
+
+    ``q, k, v, o``: descriptors over [B, H, rows, D] of blocks of 64 (q, o) and BLOCK_N rows.
+    ``workspace_ptr``: int32, ``VERDICTS + CTAs * Q_BUFFERS`` of them, zero, and zero again after.
+    """
+    CONSUMERS: gl.constexpr = SPEC.CONSUMERS
+    BLOCK_N: gl.constexpr = SPEC.BLOCK_N
+    HEAD_DIM: gl.constexpr = SPEC.HEAD_DIM
+    STAGES: gl.constexpr = SPEC.STAGES
+    Q_BUFFERS: gl.constexpr = SPEC.Q_BUFFERS
+    CREGS: gl.constexpr = SPEC.CONSUMER_REGISTERS
+    PREGS: gl.constexpr = SPEC.PRODUCER_REGISTERS
+    dtype: gl.constexpr = q.dtype
+    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    q_smem = gl.allocate_shared_memory(dtype, [Q_BUFFERS * CONSUMERS, 1, 1, 64, HEAD_DIM], q.layout)
+    if Q_BUFFERS == 1:
+        o_smem = q_smem
+    else:
+        o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, HEAD_DIM], o.layout)
+    buffers = Buffers(
+        q_smem,
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v.layout),
+        o_smem,
+        gl.allocate_shared_memory(gl.int32, [Q_BUFFERS, 1], word),
+        gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars),
+    )
+    for i in gl.static_range(Q_BUFFERS):
+        mbarrier.init(buffers.q_full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(buffers.k_full.index(i), count=1)
+        mbarrier.init(buffers.v_full.index(i), count=1)
+    fence_async_shared()
+    tensors = Tensors(q, k, v, o, lse_ptr, workspace_ptr)
+    shape = Shape(
+        seqlen_q, seqlen_k, left, right, num_heads, group, units, row_tiles, swath, scale_log2
+    )
+    # SPEC and W stay constants only in tuples written within the call
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer, (0, tensors, shape, buffers, SPEC)),
+            (consumer, (1, tensors, shape, buffers, SPEC)),
+            (producer, (tensors, shape, buffers, SPEC)),
+        ], [4, 1], [CREGS, PREGS])  # fmt: skip
+    else:
+        gl.static_assert(CONSUMERS == 3)
+        gl.warp_specialize([
+            (consumer, (0, tensors, shape, buffers, SPEC)),
+            (consumer, (1, tensors, shape, buffers, SPEC)),
+            (consumer, (2, tensors, shape, buffers, SPEC)),
+            (producer, (tensors, shape, buffers, SPEC)),
+        ], [4, 4, 1], [CREGS, CREGS, PREGS])  # fmt: skip

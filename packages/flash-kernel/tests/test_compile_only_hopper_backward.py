@@ -1,0 +1,58 @@
+"""The Hopper backward compiles with no GPU, and the compiler keeps what makes it fast.
+
+Each case is a process of its own, because a process in which Triton interprets cannot compile.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="the kernel is written in Gluon")
+
+SHARED_BYTES = 227 << 10
+# s^T and dp^T are in flight; the exponentials lie under dp^T; then dv, dq and dk
+STEPS = {
+    64: "8xHGMMA wait<=1 64xEX2 wait<=0 24xHGMMA wait<=1 wait<=0",
+    128: "16xHGMMA wait<=1 32xEX2 wait<=0 16xHGMMA wait<=1 wait<=0",
+}
+
+
+def compile_backward(*options):
+    script = Path(__file__).with_name("compile_hopper_backward.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, str(script), *options],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    expected = os.environ.get("FLASH_KERNEL_EXPECT_TRITON")
+    assert expected is None or report["triton"] == expected
+    return report
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "loops"),
+    [(64, ["--causal"], 2), (128, ["--causal"], 2), (128, ["--fast"], 1)],
+    ids=["64 causal", "128 causal", "128 full, fast"],
+)
+def test_exponentials_lie_under_a_product_and_registers_suffice(head_dim, options, loops):
+    report = compile_backward("--head-dim", str(head_dim), *options)
+    assert not report["serialized"], "the compiler ends each product before the next"
+    # a loop, masked or not, in each of two warpgroups
+    assert report["order"] == " ".join([STEPS[head_dim]] * 2 * loops)
+    assert report["spilled_bytes"] <= 64, report  # between the loops
+    assert report["registers"] == 168, "Triton starts 3 warpgroups with 168 registers each"
+    assert report["shared_bytes"] <= SHARED_BYTES
+    assert report["opcodes"]["UTMALDG"] > 0, "q, k, v and do come by TMA"
+    assert report["opcodes"]["UTMASTG"] > 0, "dk and dv leave by TMA"
+    # dq is added by the copy engine, or straight from the registers
+    assert ("UTMAREDG" in report["opcodes"]) == ("--fast" not in options)
+    assert report["opcodes"]["REDG"] > 0

@@ -1,0 +1,178 @@
+"""The Hopper backward on a GPU: values against float64, every layout, order, streams and graphs."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from flash_kernel import attention_reference, flash_attention
+from flash_kernel.testing import assert_matches_reference, make_qkv
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0"),
+]
+MODES = pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+
+# the portable forward, so that a wrong value points at the backward
+attention = partial(flash_attention, impl="triton", backward="hopper")
+
+
+def gradients(fn, q, k, v, do):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(fn(*leaves), leaves, do)
+
+
+def assert_as_accurate_as_portable(q, k, v, do=None, *, deterministic=False, **options):
+    """Errors against float64 are at most twice the portable backward's, and two roundings."""
+    do = torch.randn_like(q) if do is None else do
+
+    def reference(*inputs):
+        return attention_reference(*inputs, **options)[0]
+
+    exact = gradients(reference, *(x.double() for x in (q, k, v, do)))
+    ours = gradients(partial(attention, deterministic=deterministic, **options), q, k, v, do)
+    portable = partial(flash_attention, impl="triton", backward="triton", **options)
+    theirs = gradients(portable, q, k, v, do)
+    unit = torch.finfo(q.dtype).eps
+    for name, x, y, z in zip(("dq", "dk", "dv"), ours, theirs, exact, strict=True):
+        assert x.stride() == y.stride(), name
+        for statistic in (torch.max, torch.mean):
+            error, bound = ((g.double() - z).abs() for g in (x, y))
+            limit = 2 * statistic(bound) + unit * statistic(z.abs())
+            assert statistic(error) <= limit, f"{name}: {statistic(error):.3g} > {limit:.3g}"
+
+
+@HEAD_DIMS
+@MODES
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    [(1, 1), (128, 128), (129, 127), (100, 700), (700, 100), (1151, 1151), (1024, 1024)],
+)
+def test_gradients_match_float64(seqlen_q, seqlen_k, is_causal, deterministic, head_dim):
+    q, k, v = make_qkv(
+        2, 3, seqlen_q, seqlen_k, head_dim, dtype=torch.bfloat16, device="cuda", seed=seqlen_q
+    )
+    fn = partial(attention, is_causal=is_causal, deterministic=deterministic)
+    assert_matches_reference(fn, q, k, v, is_causal=is_causal)
+
+
+@HEAD_DIMS
+@MODES
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_float16_scale_and_gradient_of_lse(is_causal, deterministic, head_dim):
+    q, k, v = make_qkv(1, 2, 300, 333, head_dim, dtype=torch.float16, device="cuda")
+    dlse = torch.randn(q.shape[:-1], device="cuda")
+    fn = partial(
+        attention, is_causal=is_causal, scale=0.2, return_lse=True, deterministic=deterministic
+    )
+    assert_matches_reference(fn, q, k, v, is_causal=is_causal, scale=0.2, dlse=dlse)
+
+
+@HEAD_DIMS
+@MODES
+@pytest.mark.parametrize(
+    ("heads_k", "window", "is_causal"),
+    [(2, None, True), (1, None, False), (8, (200, None), True), (2, (64, 30), False),
+     (2, (0, 0), False)],
+)  # fmt: skip
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(512, 512), (333, 600), (600, 333)])
+def test_shared_heads_and_windows(
+    seqlen_q, seqlen_k, heads_k, window, is_causal, deterministic, head_dim
+):
+    q, _, _ = make_qkv(2, 8, seqlen_q, 1, head_dim, dtype=torch.bfloat16, device="cuda")
+    _, k, v = make_qkv(2, heads_k, 1, seqlen_k, head_dim, dtype=torch.bfloat16, device="cuda")
+    assert_as_accurate_as_portable(
+        q, k, v, is_causal=is_causal, window=window, deterministic=deterministic
+    )
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("layout", ["rows first", "padded", "expanded do", "transposed do"])
+def test_strides_are_honoured(layout, head_dim):
+    q, k, v = make_qkv(2, 3, 200, 260, head_dim, dtype=torch.bfloat16, device="cuda")
+    do = torch.randn_like(q)
+    if layout == "rows first":  # [B, M, H, D] seen as [B, H, M, D]
+        q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
+    if layout == "padded":
+        q, k, v = (torch.cat([x, x], -1)[..., :head_dim] for x in (q, k, v))
+    if layout == "expanded do":
+        do = torch.ones((), device="cuda", dtype=q.dtype).expand_as(q)
+    if layout == "transposed do":
+        do = torch.randn(2, 3, head_dim, 200, device="cuda", dtype=q.dtype).mT
+    assert_as_accurate_as_portable(q, k, v, do, is_causal=True)
+
+
+@HEAD_DIMS
+@MODES
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_scores_far_from_zero_stay_finite(is_causal, deterministic, head_dim):
+    """lse near -300: p of the zero keys that pad the last tile would overflow unmasked."""
+    q, k, v = make_qkv(1, 2, 260, 300, head_dim, dtype=torch.bfloat16, device="cuda")
+    q[..., 0], k[..., 0] = 8.0, -300.0 * head_dim**0.5 / 8
+    fn = partial(attention, is_causal=is_causal, deterministic=deterministic)
+    assert_matches_reference(fn, q, k, v, is_causal=is_causal)
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_deterministic_gradients_are_bitwise_repeatable(is_causal, head_dim):
+    q, k, v = make_qkv(4, 16, 2048, 2048, head_dim, dtype=torch.bfloat16, device="cuda")
+    do = torch.randn_like(q)
+    fn = partial(attention, is_causal=is_causal, deterministic=True)
+    first = gradients(fn, q, k, v, do)
+    for _ in range(50):
+        again = gradients(fn, q, k, v, do)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@HEAD_DIMS
+@MODES
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_many_tiles_of_long_sequences_match_the_portable_backward(
+    is_causal, deterministic, head_dim
+):
+    """More tiles than SMs, each with a long loop: 4 x 6 x 32."""
+    q, k, v = make_qkv(4, 6, 4096, 4096, head_dim, dtype=torch.bfloat16, device="cuda")
+    do = torch.randn_like(q)
+    ours = gradients(partial(attention, is_causal=is_causal, deterministic=deterministic),
+                     q, k, v, do)  # fmt: skip
+    theirs = gradients(
+        partial(flash_attention, impl="triton", backward="triton", is_causal=is_causal), q, k, v, do
+    )
+    for x, y in zip(ours, theirs, strict=True):
+        # two roundings to bfloat16 of nearly the same number
+        torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-7 * y.abs().max().item())
+
+
+@MODES
+def test_streams_and_graphs_do_not_share_counters(deterministic):
+    q, k, v = make_qkv(2, 4, 1000, 1000, 128, dtype=torch.bfloat16, device="cuda")
+    do = torch.randn_like(q)
+    fn = partial(attention, is_causal=True, deterministic=deterministic)
+    expected = gradients(fn, q, k, v, do)
+    graphs, streams = [], [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(2):  # captured twice
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = gradients(fn, q, k, v, do)
+        graphs.append((graph, captured))
+    results = []
+    for _ in range(10):
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                results.append(gradients(fn, q, k, v, do))
+        for graph, _ in graphs:
+            graph.replay()
+    torch.cuda.synchronize()
+    results += [captured for _, captured in graphs]
+    for result in results:
+        for x, y in zip(result, expected, strict=True):
+            if deterministic:
+                assert torch.equal(x, y)
+            else:
+                torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-7 * y.abs().max().item())
