@@ -21,7 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flash_kernel._hopper.backward import flash_attention_backward_kernel
-from flash_kernel._hopper.backward_launch import BackwardSpec, describers, specify
+from flash_kernel._hopper.backward_config import BackwardSpec
+from flash_kernel._hopper.backward_launch import describers, specify
 from flash_kernel.variant import Variant
 
 POINTERS = {"dq_sum_ptr": "*fp32", "counters_ptr": "*i32"}

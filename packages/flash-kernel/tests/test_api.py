@@ -167,6 +167,40 @@ def test_explicit_triton_never_falls_back(broken_triton):
         dispatch.resolve(request("cuda"), impl="triton", backward="auto")
 
 
+@pytest.mark.parametrize(
+    ("options", "torch_wants_it", "expected"),
+    [({}, False, True), ({"deterministic": False}, False, False),
+     ({"deterministic": False}, True, True)],
+)  # fmt: skip
+def test_gradients_are_deterministic_unless_the_caller_and_torch_allow_otherwise(
+    options, torch_wants_it, expected, monkeypatch
+):
+    plans = []
+
+    def spy(*arguments):
+        plan, variant = dispatch.checked_plan(*arguments)
+        plans.append(plan)
+        return plan, variant
+
+    monkeypatch.setattr(flash_kernel.api, "checked_plan", spy)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: torch_wants_it)
+    flash_attention(*QKV, **options)
+    assert [plan.is_deterministic for plan in plans] == [expected]
+
+
+@pytest.mark.parametrize("layout", ["packed", "cache"])
+def test_hopper_takes_whole_tensors_only(layout):
+    assumed = request("cuda", seqlen_q=512, seqlen_k=512, is_assumed=True)
+    assert dispatch.resolve(assumed, impl="auto", backward="auto")[:2] == ("hopper", "hopper")
+    assumed = assumed._replace(layout=layout)
+    assert dispatch.resolve(assumed, impl="auto", backward="auto")[:2] == ("triton", "triton")
+    for option, refuse in (
+        ("impl", dispatch.refuse_impl(assumed, "hopper")),
+        ("backward", dispatch.refuse_backward(assumed, "triton", "hopper")),
+    ):
+        assert str(refuse).startswith(f"{option}='hopper' has no {layout} layout. Pass")
+
+
 def test_numpy_numbers_are_scales():
     numpy = pytest.importorskip("numpy")
     o = flash_attention(*QKV, scale=numpy.float32(0.5), impl="mock")

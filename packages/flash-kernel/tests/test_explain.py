@@ -9,16 +9,29 @@ import torch
 from flash_kernel import attention_reference, explain, flash_attention, merge_attention
 from flash_kernel.testing import make_qkv
 
-SHAPES = ((2, 8, 128, 64), (2, 8, 128, 64))
+SHAPES = ((2, 8, 512, 64), (2, 8, 512, 64))
 
 
 def test_explain_needs_no_gpu_to_say_what_one_would_run():
     answer = explain(*SHAPES, is_causal=True)
     assert (answer.impl, answer.backward) == ("hopper", "hopper")
-    assert str(answer).startswith("runs impl='hopper', backward='hopper'\n")
+    assert str(answer) == "runs impl='hopper', backward='hopper'"
     answer = explain(*SHAPES, is_causal=True, capability=80)
     assert (answer.impl, answer.backward) == ("triton", "triton")
     assert set(answer.refusals) == {"impl='hopper'", "backward='hopper'"}
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "backward"),
+    [(256, 256, "triton"), (257, 256, "hopper"), (1, 257, "hopper")],
+)
+def test_short_sequences_get_the_portable_backward_whatever_the_batch(seqlen_q, seqlen_k, backward):
+    for batch in (1, 1000):
+        shapes = (batch, 8, seqlen_q, 64), (batch, 8, seqlen_k, 64)
+        answer = explain(*shapes)
+        assert (answer.impl, answer.backward) == ("hopper", backward)
+        assert not answer.refusals
+        assert explain(*shapes, backward="hopper").backward == "hopper"
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def launch_backward(
     dlse = None if dlse is None else dlse.contiguous()
     key = (layout_key(q, k, v, o, lse, do, dlse), variant, is_deterministic, "hopper backward")
     prepare_it = partial(
-        prepare_backward, q, k, v, o, do, dq, dk, dv, variant,
+        prepare_backward, q, k, v, o, do, dq, variant,
         has_dlse=dlse is not None, is_deterministic=is_deterministic,
     )  # fmt: skip
     launches = prepared(key, prepare_it)
@@ -99,13 +99,17 @@ def launch_backward(
 
 
 def prepare_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    variant: Variant, *, has_dlse: bool, is_deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor, variant: Variant,
+    *, has_dlse: bool, is_deterministic: bool,
 ) -> Launches:  # fmt: skip
     """Prepare the three launches for tensors of one layout."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("dk", dk), ("dv", dv)):
+    for name, x in (("q", q), ("k", k), ("v", v)):  # dk and dv follow k and v
         if not is_aligned(x):
-            msg = f"`{name}` has strides {x.stride()}, which a TMA descriptor cannot express."
+            msg = (
+                f"backward='hopper' reads `{name}` by the copy engine: its rows must be contiguous,"
+                " and its address and other strides multiples of 16 bytes, got strides "
+                f"{x.stride()}. Pass backward='triton' or backward='auto', or a contiguous tensor."
+            )
             raise LayoutRefusal(msg)
     # a gradient comes as autograd made it, often expanded or transposed; the caller cannot help it
     copies_do = not is_aligned(do)
