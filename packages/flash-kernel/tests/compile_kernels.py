@@ -167,7 +167,7 @@ def compile_all(options: argparse.Namespace) -> None:
             HAS_MASK=options.all_features,
             HAS_SINKS=options.all_features,
             PAGE_SIZE=options.page_size,
-            IS_PACKED=options.packed and takes_descriptors,
+            IS_PACKED=options.packed,
             USE_DESCRIPTORS=takes_descriptors and options.capability >= 90 and not options.pointers,
             IN_PIECES=takes_descriptors and (options.capability < 90 or options.pointers),
         )

@@ -1,8 +1,11 @@
 """ARCHITECTURE.md as a test: who imports whom, and how long a file may be."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import flash_kernel
 
@@ -141,3 +144,13 @@ def test_no_module_imports_from_its_own_layer_or_above() -> None:
 def test_files_keep_to_their_size() -> None:
     lengths = {name: len(path.read_text("utf-8").splitlines()) for name, path in modules().items()}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_the_page_has_these_layers() -> None:
+    page = Path(__file__).parents[3] / "ARCHITECTURE.md"
+    if not page.is_file():
+        pytest.skip("ARCHITECTURE.md does not lie above these tests")
+    rows = re.findall(r"^\| (\d+) \| (.+?) \|", page.read_text("utf-8"), re.MULTILINE)
+    expected = [{name or "flash_kernel" for name in names} for names in LAYERS]
+    assert [set(re.findall(r"`([\w.]+)`", modules)) for _, modules in rows] == expected
+    assert [int(number) for number, _ in rows] == list(range(1, len(LAYERS) + 1))

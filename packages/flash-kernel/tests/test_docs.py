@@ -27,8 +27,8 @@ def document(*places: Path) -> Path:
 def test_readme_examples_run() -> None:
     readme = document(FOLDER / "README.md")
     failed, attempted = doctest.testfile(str(readme), module_relative=False)
-    assert readme.read_text("utf-8").count("```python\n") == 4
-    assert attempted > 10
+    assert readme.read_text("utf-8").count("```python\n") == 8
+    assert attempted > 30
     assert failed == 0
 
 
@@ -48,11 +48,12 @@ def test_version_is_the_one_of_the_installed_package_and_of_the_changelog() -> N
     assert f"\n## [{VERSION}] - " in changelog
 
 
-def test_walk_through_quotes_the_code_as_it_is() -> None:
-    page = document(FOLDER.parents[1] / "docs" / "flash-attention.md").read_text("utf-8")
+@pytest.mark.parametrize("name", ["flash-attention.md", "packed-and-cached.md"])
+def test_walk_through_quotes_the_code_as_it_is(name: str) -> None:
+    page = document(FOLDER.parents[1] / "docs" / name).read_text("utf-8")
     quotes = re.findall(r"^`(\S+\.py)`, in .+\n\n```python\n((?:.*\n)+?)```$", page, re.MULTILINE)
     assert len(quotes) == page.count("```python\n") >= 5
-    for name, quote in quotes:
-        code = (SOURCE / name).read_text("utf-8")
+    for path, quote in quotes:
+        code = (SOURCE / path).read_text("utf-8")
         indented = [textwrap.indent(quote, " " * depth) for depth in (0, 4, 8)]
-        assert any(f"\n{text}" in code for text in indented), f"not in {name}:\n{quote}"
+        assert any(f"\n{text}" in code for text in indented), f"not in {path}:\n{quote}"

@@ -71,6 +71,33 @@ def test_explain_reports_a_call_that_would_raise_with_its_message():
     assert str(answer).startswith("would raise\n  not impl='triton'")
 
 
+@pytest.mark.parametrize(
+    ("wish", "chosen"),
+    [
+        ({"layout": "packed"}, ("triton", "triton")),
+        ({"layout": "packed", "capability": None}, ("torch", "autograd")),
+        ({"layout": "packed", "capability": None, "return_lse": True}, ("reference", "autograd")),
+        ({"layout": "cache"}, ("triton", None)),
+        ({"layout": "cache", "capability": None, "softcap": 2.0}, ("reference", None)),
+    ],
+)
+def test_explain_answers_for_packed_sequences_and_caches(wish, chosen):
+    packed = wish["layout"] == "packed"
+    answer = explain(*([(300, 8, 64), (500, 2, 64)] if packed else [(3, 8, 1, 64), (3, 2, 99, 64)]),
+                     **wish)  # fmt: skip
+    assert (answer.impl, answer.backward) == chosen
+    assert "shared heads" in answer.refusals["impl='mock'"]
+    assert ("backward=" in str(answer)) == packed
+
+
+def test_packed_sequences_may_be_longer_in_all_than_one_sequence_may_be():
+    one = explain((1, 1, 3_000_000, 64), (1, 1, 99, 64))
+    assert "a sequence must have at most 2097120 rows" in one.refusals["impl='triton'"]
+    assert explain((3_000_000, 1, 64), (99, 1, 64), layout="packed").impl == "triton"
+    packed = explain((2**30 + 1, 1, 64), (99, 1, 64), layout="packed")
+    assert "packed sequences together must have at most" in packed.refusals["impl='triton'"]
+
+
 def test_explain_agrees_with_what_is_run():
     q, k, v = make_qkv(1, 2, 8, 8, 16, dtype=torch.float32)
     for wish in ({}, {"return_lse": True}, {"softcap": 2.0}, {"impl": "mock"}):
@@ -86,6 +113,10 @@ def test_explain_agrees_with_what_is_run():
         ({"impl": "cuda"}, "`impl` must be one of"),
         ({"modifiers": ["dropout"]}, "must be names among 'alibi_slopes'.* got 'dropout'"),
         ({"window": (-1, 0)}, "None, for unbounded"),
+        ({"layout": "ragged"}, "`layout` must be one of 'dense', 'packed', 'cache', got 'ragged'"),
+        ({"layout": "packed"}, r"must have 3 dimensions with layout='packed', got \[2, 8, 512"),
+        ({"layout": "cache", "modifiers": ["bias"]}, "'alibi_slopes', 'sinks' with layout='cache'"),
+        ({"layout": "cache", "trained": ["sinks"]}, "has no gradients"),
     ],
 )
 def test_explain_refuses_what_does_not_exist(wish, message):

@@ -345,3 +345,19 @@ def test_packed_neighbours_that_are_not_finite_reach_nobody():
     for clean, beside in zip(*results, strict=True):
         assert torch.equal(clean[others], beside[others])
         assert beside[~others].isnan().all()
+
+
+def test_packed_rows_beyond_the_tiles_of_a_grid_axis_are_right():
+    """More rows in all than 65535 tiles of the row statistics: the last sequence is as alone."""
+    rows, num_sequences = 1000, 2200
+    ends = torch.arange(num_sequences + 1, dtype=torch.int32, device="cuda") * rows
+    shape = (rows * num_sequences, 1, 16)
+    tensors = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    results = []
+    for *qkv, do in (tensors, [x[-rows:] for x in tensors]):
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        cu_seqlens = ends[: len(do) // rows + 1]
+        o = flash_attention_varlen(*leaves, cu_seqlens, cu_seqlens, is_causal=True, impl="triton")
+        results.append((o.detach()[-rows:], *(x[-rows:] for x in gradients_of(o, leaves, do))))
+    for among_many, alone in zip(*results, strict=True):
+        assert torch.equal(among_many, alone)

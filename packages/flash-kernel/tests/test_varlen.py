@@ -21,10 +21,10 @@ NEEDS_COMPILER = pytest.mark.skipif(
 LENGTHS = [(33, 70), (70, 33), (0, 40), (1, 65), (65, 0), (0, 0), (64, 64)]
 FEATURES = {
     "plain": {},
-    "causal, shared heads": {"heads": (4, 2), "is_causal": True},
+    "causal, shared heads": {"heads": (2, 1), "is_causal": True},
     "window, narrow values": {"window": (20, 7), "head_dim_v": 8},
     "everything": {
-        "heads": (4, 1),
+        "heads": (2, 1),
         "is_causal": True,
         "window": (40, None),
         "softcap": 3.0,
@@ -96,10 +96,19 @@ def in_dtype(dtype, inputs, options):
     return [x.to(dtype) for x in inputs], options
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize(
-    ("impl", "backward"), [("triton", "triton"), ("reference", "dense"), ("auto", "auto")]
-)
+# interpreted, a case takes seconds: what others show as well is left to a GPU
+ON_GPU = pytest.mark.gpu
+IMPLEMENTATIONS = [("triton", "triton"), ("reference", "dense"), ("auto", "auto")]
+CASES = [
+    pytest.param(
+        feature, *names, marks=ON_GPU if (feature, names[0]) == ("plain", "triton") else []
+    )
+    for feature in FEATURES
+    for names in IMPLEMENTATIONS
+]
+
+
+@pytest.mark.parametrize(("feature", "impl", "backward"), CASES)
 def test_every_sequence_matches_float64_forward_and_backward(feature, impl, backward, device):
     inputs, packing, options = draw(device, **FEATURES[feature])
     expected = results(one_by_one, inputs, packing, options)
@@ -109,15 +118,23 @@ def test_every_sequence_matches_float64_forward_and_backward(feature, impl, back
         torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [64, 72])
-def test_half_precision_is_as_accurate_as_the_dense_reference(dtype, head_dim, device):
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "lengths"),
+    [
+        (torch.bfloat16, 72, [(70, 100), (1, 65)]),
+        *(
+            pytest.param(dtype, head_dim, [(130, 190), (1, 65), (70, 70)], marks=ON_GPU)
+            for dtype in (torch.float16, torch.bfloat16)
+            for head_dim in (64, 72)
+        ),
+    ],
+)
+def test_half_precision_is_as_accurate_as_the_dense_reference(dtype, head_dim, lengths, device):
     """Error against float64 at most twice that of a dense attention in the same dtype."""
-    lengths = [(130, 190), (1, 65), (70, 70)]
     (of_q, of_k), generator = zip(*lengths, strict=True), torch.Generator().manual_seed(0)
     inputs = [
         torch.randn(sum(rows), heads, head_dim, generator=generator).to(device, dtype)
-        for rows, heads in ((of_q, 4), (of_k, 2), (of_k, 2))
+        for rows, heads in ((of_q, 2), (of_k, 1), (of_k, 1))
     ]
     packing, options = (ends(of_q, device), ends(of_k, device)), {"is_causal": True}
     expected = results(one_by_one, [x.double() for x in inputs], packing, options)
@@ -138,31 +155,30 @@ def test_half_precision_is_as_accurate_as_the_dense_reference(dtype, head_dim, d
 @pytest.mark.parametrize("impl", ["triton", "auto"])
 @pytest.mark.parametrize("use_descriptors", [True, False])
 def test_nan_of_a_neighbour_never_arrives(impl, use_descriptors, device, monkeypatch):
-    """Sequences that end within a tile lie between sequences of NaN."""
+    """A sequence that ends within a tile lies between sequences of NaN."""
     if impl == "triton":
         monkeypatch.setattr(prepared, "_prepared", {})  # the choice is no part of its keys
         monkeypatch.setattr(launch, "can_use_descriptors", lambda *_, **__: use_descriptors)
-    inputs, packing, _ = draw(device, [(40, 40), (33, 70), (40, 40), (50, 20), (9, 9)])
+    inputs, packing, _ = draw(device, [(20, 20), (33, 70), (9, 9)], heads=(1, 1))
     inputs = [x.float() for x in inputs]
     clean = results(varlen(impl=impl), inputs, packing, {"is_causal": True})
     bounds = [packing[0].tolist(), packing[1].tolist(), packing[1].tolist()]
     for x, rows in zip(inputs, bounds, strict=True):
-        for i in (0, 2, 4):
+        for i in (0, 2):
             x[rows[i] : rows[i + 1]] = float("nan")
     poisoned = results(varlen(impl=impl), inputs, packing, {"is_causal": True})
     by_row = [bounds[0], bounds[0], *bounds]
     for x, y, rows in zip(clean, poisoned, by_row, strict=True):
         x, y = (z.transpose(0, 1) if z.dim() == 2 else z for z in (x, y))
-        for i in (1, 3):
-            assert torch.equal(x[rows[i] : rows[i + 1]], y[rows[i] : rows[i + 1]])
+        assert torch.equal(x[rows[1] : rows[2]], y[rows[1] : rows[2]])
         assert y[: rows[1]].isnan().any()
 
 
 def test_a_sequence_has_the_same_bits_in_any_company(device):
     """In another order, at other offsets, and alone."""
-    inputs, packing, options = draw(device, heads=(4, 2), is_causal=True)
+    inputs, packing, options = draw(device, heads=(2, 1), is_causal=True)
     inputs = [x.half() for x in inputs]
-    got = results(varlen(impl="triton"), inputs, packing, options)
+    got = varlen(impl="triton")(*inputs, *packing, **options)
     order = [6, 1, 4, 0, 3, 5, 2]
     bounds = [packing[0].tolist(), packing[1].tolist(), packing[1].tolist()]
 
@@ -172,14 +188,7 @@ def test_a_sequence_has_the_same_bits_in_any_company(device):
     for chosen in (order, [1]):
         moved = [permuted(x, rows, chosen) for x, rows in zip(inputs, bounds, strict=True)]
         of_q, of_k = zip(*(LENGTHS[i] for i in chosen), strict=True)
-        again = flash_attention_varlen(
-            *moved,
-            ends(of_q, device),
-            ends(of_k, device),
-            return_lse=True,
-            impl="triton",
-            **options,
-        )
+        again = varlen(impl="triton")(*moved, ends(of_q, device), ends(of_k, device), **options)
         assert torch.equal(again[0], permuted(got[0], bounds[0], chosen))
         assert torch.equal(again[1], permuted(got[1].T, bounds[0], chosen).T)
 
@@ -193,10 +202,11 @@ def test_a_sequence_alone_has_the_bits_of_flash_attention(device):
     assert torch.equal(o, expected[0].transpose(0, 1))
 
 
-def test_many_sequences_are_found_beyond_one_block_of_them(device):
+@pytest.mark.parametrize("count", [131, pytest.param(300, marks=ON_GPU)])
+def test_many_sequences_are_found_beyond_one_block_of_them(count, device):
     """A slot's owner is searched 128 sequences at a time."""
-    lengths = [(i % 3, (i + 1) % 4) for i in range(300)]
-    inputs, packing, _ = draw(device, lengths)
+    lengths = [(3 * (i % 4 == 2), (i + 1) % 3) for i in range(count)]
+    inputs, packing, _ = draw(device, lengths, heads=(1, 1))
     o, lse = flash_attention_varlen(*(x.float() for x in inputs), *packing, return_lse=True,
                                     impl="triton")  # fmt: skip
     expected = one_by_one(*inputs, *packing)
@@ -260,7 +270,7 @@ def test_autocast_converts_as_for_flash_attention(device):
 )
 def test_operators_pass_opcheck(impl, backward, head_dim_v, device):
     inputs, packing, options = draw(
-        device, [(20, 33), (0, 5)], heads=(2, 1), head_dim_v=head_dim_v, tensors=["sinks"]
+        device, [(5, 9)], heads=(1, 1), head_dim_v=head_dim_v, tensors=["sinks"]
     )
     inputs, options = in_dtype(torch.float32, inputs, options)
     rest = [*packing, None, None, None, options["sinks"], 0.25, 20, 0, 5.0, impl, backward]

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from flash_kernel._hopper import config as hopper
 from flash_kernel._triton.config import (
+    PACKED_ROWS,
     compute_capability,
     configs_for,
     max_head_dim,
@@ -243,11 +244,13 @@ def triton_refusal(request: Request, option: str) -> Exception | None:
             f"`head_dim` must be at most {max_head_dim(dtype, capability)} for {wish} with {dtype} "
             f"on this device, got {head_dim}. Pass {other}, or split the heads."
         )
-    longest = max(request.seqlen_q, request.seqlen_k)
-    if longest > max_seqlen(configs):
+    longest, most = max(request.seqlen_q, request.seqlen_k), max_seqlen(configs)
+    what = "a sequence"
+    if request.layout == "packed":
+        what, most = "all packed sequences together", PACKED_ROWS
+    if longest > most:
         return ValueError(
-            f"a sequence must have at most {max_seqlen(configs)} rows for {wish}, got {longest}. "
-            f"Pass {other}."
+            f"{what} must have at most {most} rows for {wish}, got {longest}. Pass {other}."
         )
     failure = None if request.is_assumed else triton_failure(request.device)
     return None if failure is None else RuntimeError(f"{wish} {failure}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,12 +18,27 @@ from flash_kernel.validation import check_options
 from flash_kernel.variant import Modifiers, make_variant
 
 
+class _Layout(NamedTuple):
+    """What the function of a layout takes."""
+
+    num_dims: int | None  # None: any from two on
+    modifiers: tuple[str, ...]
+
+
+LAYOUTS = {
+    "dense": _Layout(None, Modifiers._fields),
+    "packed": _Layout(3, ("alibi_slopes", "sinks")),
+    "cache": _Layout(4, ("alibi_slopes", "sinks")),
+}
+
+
 @dataclass(frozen=True)
 class Explanation:
     """The answer of `explain`.
 
-    ``impl`` and ``backward`` are what runs, None if the call would raise; ``refusals`` has the
-    reason for each implementation, and each ``backward=`` of the chosen one, that would be refused.
+    ``impl`` and ``backward`` are what runs, None if the call would raise, and ``backward`` is None
+    for a cache, which has no gradients; ``refusals`` has the reason for each implementation, and
+    each ``backward=`` of the chosen one, that would be refused.
     """
 
     impl: str | None
@@ -31,7 +47,9 @@ class Explanation:
 
     def __str__(self) -> str:
         """Return one line for the choice and one for each refusal."""
-        chosen = f"runs impl={self.impl!r}, backward={self.backward!r}"
+        chosen = f"runs impl={self.impl!r}"
+        if self.backward is not None:
+            chosen += f", backward={self.backward!r}"
         lines = ["would raise" if self.impl is None else chosen]
         lines += [f"  not {option}: {reason}" for option, reason in self.refusals.items()]
         return "\n".join(lines)
@@ -42,6 +60,7 @@ def explain(
     k_shape: Sequence[int],
     v_shape: Sequence[int] | None = None,
     *,
+    layout: str = "dense",
     dtype: torch.dtype = torch.bfloat16,
     capability: int | None = 90,
     is_causal: bool = False,
@@ -54,12 +73,15 @@ def explain(
     backward: str = "auto",
     deterministic: bool = True,
 ) -> Explanation:
-    """Say what `flash_attention` would run for a described call, and why each other would not.
+    """Say what a described call would run, and why each other implementation would not.
 
     Args:
-        q_shape: ``[..., H, M, D]``.
-        k_shape: ``[..., H_kv, N, D]``.
-        v_shape: ``[..., H_kv, N, D_v]``; that of k by default.
+        q_shape: ``[..., H, M, D]``; packed, ``[total_q, H, D]``.
+        k_shape: ``[..., H_kv, N, D]``; packed, ``[total_k, H_kv, D]``; of a cache, ``[B, H_kv,
+            capacity, D]``, in pages or not.
+        v_shape: That of k but for the last number, ``D_v``; that of k by default.
+        layout: "dense" for a call of `flash_attention`, "packed" for `flash_attention_varlen`,
+            "cache" for `flash_attention_with_kvcache`.
         dtype: Of q, k and v.
         capability: Compute capability of the NVIDIA GPU that is assumed, 90 for 9.0; None for a
             CPU.  Nothing is launched: whether Triton works on a machine is found out there.
@@ -74,24 +96,26 @@ def explain(
         deterministic: As in `flash_attention`.
 
     Raises:
-        ValueError: A name that does not exist.
+        ValueError: A name that does not exist, or that the function of this layout does not take;
+            a shape of another number of dimensions.
     """
-    for name in (*modifiers, *trained):
-        if name not in Modifiers._fields:
-            known = ", ".join(map(repr, Modifiers._fields))
-            msg = f"`modifiers` and `trained` must be names among {known}, got {name!r}."
-            raise ValueError(msg)
+    _check_layout(layout, q_shape, k_shape)
+    _check_modifiers(layout, (*modifiers, *trained))
+    if layout == "cache" and (trained or backward != "auto"):
+        msg = "flash_attention_with_kvcache has no gradients: leave out `trained` and `backward`."
+        raise ValueError(msg)
     check_options(is_causal=is_causal, window=window, softcap=softcap, deterministic=deterministic)
     is_cpu = capability is None
+    rows, heads = (0, 1) if layout == "packed" else (-2, -3)
     request = Request(
         device=torch.device("cpu" if is_cpu else "cuda"),
         capability=capability or 0,
         dtype=dtype,
-        seqlen_q=q_shape[-2],
-        seqlen_k=k_shape[-2],
+        seqlen_q=q_shape[rows],
+        seqlen_k=k_shape[rows],
         head_dim=q_shape[-1],
         head_dim_v=(v_shape or k_shape)[-1],
-        group=q_shape[-3] // k_shape[-3] if len(q_shape) >= 4 else 1,
+        group=q_shape[heads] // k_shape[heads] if layout != "dense" or len(q_shape) >= 4 else 1,
         variant=make_variant(
             q_shape[-1], is_causal=is_causal, scale=None, window=window, softcap=softcap
         ),
@@ -99,13 +123,39 @@ def explain(
         trained=frozenset(trained),
         return_lse=return_lse,
         is_deterministic=deterministic,
+        layout=layout,
         is_assumed=not is_cpu,
     )
+    return _explain_request(request, impl, backward)
+
+
+def _check_layout(layout: str, *shapes: Sequence[int]) -> None:
+    if layout not in LAYOUTS:
+        msg = f"`layout` must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}."
+        raise ValueError(msg)
+    num_dims = LAYOUTS[layout].num_dims
+    if num_dims is not None and any(len(shape) != num_dims for shape in shapes):
+        got = " and ".join(str(list(shape)) for shape in shapes)
+        msg = f"shapes must have {num_dims} dimensions with layout={layout!r}, got {got}."
+        raise ValueError(msg)
+
+
+def _check_modifiers(layout: str, names: Sequence[str]) -> None:
+    known = LAYOUTS[layout].modifiers
+    for name in names:
+        if name not in known:
+            msg = (
+                f"`modifiers` and `trained` must be names among {', '.join(map(repr, known))} with "
+                f"layout={layout!r}, got {name!r}."
+            )
+            raise ValueError(msg)
+
+
+def _explain_request(request: Request, impl: str, backward: str) -> Explanation:
+    """Return what runs for a request, and the reason for each wish that would be refused."""
     try:
         plan = resolve(request, impl=impl, backward=backward)
-    except (RuntimeError, TypeError) as error:
-        return Explanation(None, None, {f"impl={impl!r}, backward={backward!r}": str(error)})
-    except ValueError as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         if impl not in IMPLS or backward not in BACKWARDS:
             raise
         return Explanation(None, None, {f"impl={impl!r}, backward={backward!r}": str(error)})
@@ -114,6 +164,8 @@ def explain(
         refusal = refuse_impl(request, name)
         if refusal is not None:
             refusals[f"impl={name!r}"] = str(refusal)
+    if request.layout == "cache":
+        return Explanation(plan.impl, None, refusals)
     for name in BACKWARDS[1:]:
         refusal = refuse_backward(request, plan.impl, name)
         if refusal is not None:

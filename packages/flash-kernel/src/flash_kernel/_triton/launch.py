@@ -111,8 +111,8 @@ def launch_backward(
     zero) are the gradients of the loss with respect to them.
     """
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    statistics = launch_row_statistics(o, do, lse, dlse)
     num_sequences, ends = sequence_ends(packing)
+    statistics = launch_row_statistics(o, do, lse, dlse, num_sequences)
     options = Options(variant, float32_precision(q.dtype), configs, use_descriptors, num_sequences)
     # a sink is one more key, of which the loops need to know no more than lse tells
     buffers = (*modifiers[:3], *ends)
@@ -160,7 +160,9 @@ def empty_like_q(q: Tensor, head_dim_v: int, *, rows_first: bool = False) -> Ten
     return torch.empty((*q.shape[:3], head_dim_v), device=q.device, dtype=q.dtype)
 
 
-def launch_row_statistics(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
+def launch_row_statistics(
+    o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, num_sequences: int | None = None
+) -> Tensor:
     """Return ``lse`` and ``rowsum(do * o) - dlse`` as float32 ``[B, H, 2, padded M]``."""
     batch, num_heads, seqlen_q, _ = o.shape
     padded_q = padded_rows(seqlen_q)
@@ -170,8 +172,9 @@ def launch_row_statistics(o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | Non
     lse = lse.contiguous()
     dlse = lse if dlse is None else dlse.contiguous()
     has_dlse = dlse is not lse
-    key = ("row_statistics", layout_key(o, do, lse, dlse), has_dlse)
-    launch = prepared(key, partial(prepare_row_statistics, o, do, has_dlse))
+    key = ("row_statistics", layout_key(o, do, lse, dlse), has_dlse, num_sequences)
+    prepare_it = partial(prepare_row_statistics, o, do, has_dlse, num_sequences)
+    launch = prepared(key, prepare_it)
     launch(o, do, lse, dlse, statistics)
     return statistics
 
@@ -257,14 +260,18 @@ def prepare_dq(
     )
 
 
-def prepare_row_statistics(o: Tensor, do: Tensor, has_dlse: bool) -> PreparedLaunch:
+def prepare_row_statistics(
+    o: Tensor, do: Tensor, has_dlse: bool, num_sequences: int | None
+) -> PreparedLaunch:
     """Prepare the row statistics: one program per head and tile of padded rows."""
     batch, num_heads, seqlen_q, _ = o.shape
     padded_q = padded_rows(seqlen_q)
-    options = Options(Variant(1.0), "ieee", None, use_descriptors=False)
+    options = Options(Variant(1.0), "ieee", None, False, num_sequences)
+    heads, tiles = tile_grid(batch, num_heads, padded_q, STATISTICS_CONFIG.block_m)
     return prepare(
         flash_attention_row_statistics_kernel,
-        tile_grid(batch, num_heads, padded_q, STATISTICS_CONFIG.block_m),
+        # a row needs nothing but itself: packed ones are one long sequence, in the packed order
+        (heads, tiles) if num_sequences is None else (tiles, heads),
         {"o": o, "do": do},
         3,
         None,
