@@ -317,7 +317,7 @@ def test_ordered_sums_are_the_same_whatever_runs_first(monkeypatch):
          "dq: |written while it is still being read"),
         # dv overwrites ds while the other warpgroup reads it
         (backward.store_tile, "mbarrier.wait(barriers.ds_empty, parity)", "",
-         "written while it is still being read"),
+         "dq: |written while it is still being read"),
         # ds overwrites dk on its way out
         (backward.consume, "tma_store_wait(0)  # of the tile before", "pass  #",
          "written while it is still being read"),
