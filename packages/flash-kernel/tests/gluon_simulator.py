@@ -15,6 +15,7 @@ Nothing is said about layouts, registers, or fences between proxies; sums are in
 goes through float16 or bfloat16 is rounded.
 """
 
+import inspect
 import operator
 import random
 import threading
@@ -278,10 +279,14 @@ class Task:
 
 
 class Scheduler:
-    """Lets one task or event go on at a time, chosen at random among those that can."""
+    """Lets one task or event go on at a time, chosen at random among those that can.
+
+    Of an odd seed copies take long: most of the time all else that can goes on first.
+    """
 
     def __init__(self, seed):
         self.random = random.Random(seed)
+        self.haste = 0.02 if seed % 2 else 0.5
         self.tasks, self.events = [], []
         self.baton = threading.Semaphore(0)
         self.current = threading.local()
@@ -299,12 +304,13 @@ class Scheduler:
     def run(self):
         while any(not task.done for task in self.tasks):
             able = [task for task in self.tasks if not task.done and (self.failed or task.ready())]
-            choices = able + ([] if self.failed else self.events)
-            if not choices:
+            events = [] if self.failed else self.events
+            if not able and not events:
                 waits = (f"{t.name} of CTA {t.cta}: {t.reason}" for t in self.tasks if not t.done)
                 self.failed = ProtocolError("deadlock; " + "; ".join(waits))
                 continue
-            chosen = self.random.choice(choices)
+            is_event = events and (not able or self.random.random() < self.haste)
+            chosen = self.random.choice(events if is_event else able)
             if isinstance(chosen, Task):
                 chosen.wake.release()
                 self.baton.acquire()
@@ -321,14 +327,25 @@ class Scheduler:
 # ---------------------------------------------------------------------------------------- simulator
 
 
+def edited(function, old, new):
+    """Return a function with other source text."""
+    lines = inspect.getsource(function).splitlines()
+    source = "\n".join(lines[next(i for i, x in enumerate(lines) if x.startswith("def ")) :])
+    assert source.count(old) == 1, f"{function.__name__} has {source.count(old)} of: {old}"
+    namespace = {}
+    exec(source.replace(old, new), function.__globals__, namespace)
+    return namespace[function.__name__]
+
+
 class Simulator:
     """Stand-ins for Gluon, and the kernel's functions bound to them.
 
-    ``replacements`` maps jitted functions to Python ones that stand in for them: to break a kernel
-    on purpose, or where a body is assembly.
+    ``edits`` maps jitted functions to ``(old, new)``, text of their source: to break a kernel on
+    purpose.
     """
 
-    def __init__(self, seed=0, replacements=None):
+    def __init__(self, seed=0, edits=None):
+        self.edits = edits or {}
         self.scheduler = Scheduler(seed)
         self.grid = 1
         self.named = defaultdict(NamedBarrier)  # by (CTA, number)
@@ -347,9 +364,22 @@ class Simulator:
             id(primitives.barrier_sync): self.barrier_sync,
             id(primitives.barrier_arrive): self.barrier_arrive,
             id(primitives.computed_here): lambda x: x,
+            id(primitives.await_stores): lambda: self.tma_store_wait(0),
         }
-        for function, stand_in in (replacements or {}).items():
-            self.stand_ins[id(function)] = stand_in
+
+    def watch(self, function, see):
+        """Call ``see`` with the arguments of each call of a jitted function, before it."""
+        bound = self.resolve(function)
+
+        def watched(*arguments):
+            see(*arguments)
+            return bound(*arguments)
+
+        self.stand_ins[id(function)] = watched
+        for namespace in self.namespaces.values():
+            for name, x in namespace.items():
+                if x is bound:
+                    namespace[name] = watched
 
     def launch(self, kernel, grid, arguments):
         """Run all CTAs of a launch, side by side."""
@@ -372,8 +402,10 @@ class Simulator:
         if isinstance(x, constexpr):
             return x.value
         if isinstance(x, JITFunction):
-            function = x.fn
+            function = edited(x.fn, *self.edits[x]) if x in self.edits else x.fn
             namespace = self._namespace(function.__globals__)
+            if id(x) in self.stand_ins:  # its module has been bound just now, and it with that
+                return self.stand_ins[id(x)]
             bound = types.FunctionType(
                 function.__code__, namespace, function.__name__, function.__defaults__
             )
@@ -422,7 +454,7 @@ class Simulator:
         barrier = self.named[self.task.cta, int(number)]
         generation = barrier.completed
         barrier.arrive(32 * self.task.warps, count)
-        self.scheduler.block(lambda: barrier.completed > generation, f"named barrier {number}")
+        self.scheduler.block(lambda: barrier.completed > generation, f"named barrier {int(number)}")
 
     def barrier_arrive(self, number, count):
         self.named[self.task.cta, int(number)].arrive(32 * self.task.warps, count)
@@ -530,7 +562,11 @@ class Simulator:
 
     def _language(self) -> Any:
         def reduction(function):
-            return lambda x, axis: Value(function(plain(x), axis=axis))
+            def reduce(x, axis):
+                with np.errstate(all="ignore"):
+                    return Value(function(plain(x), axis=axis))
+
+            return reduce
 
         def elementwise(function):
             def apply(*operands):
@@ -552,7 +588,7 @@ class Simulator:
             values = np.broadcast_to(plain(value), index.shape)
             pointer.array[index[keep]] = values[keep]
 
-        def atomic_add(pointer, value):
+        def atomic_add(pointer, value, sem=None):
             old = pointer.array[int(pointer.offset)].copy()
             pointer.array[int(pointer.offset)] += plain(value)
             return Value(old)
@@ -574,8 +610,7 @@ class Simulator:
             max=reduction(np.max),
             sum=reduction(np.sum),
             arange=lambda start, end, layout=None: Value(np.arange(start, end)),
-            zeros=lambda shape, dtype, layout=None: Value(np.zeros(shape, np.float32)),
-            zeros_like=lambda x: Value(np.zeros_like(x.array)),
+            zeros=lambda shape, dtype, layout=None: Value(np.zeros(shape), dtype),
             full=lambda shape, value, dtype, layout=None: Value(np.full(shape, plain(value))),
             convert_layout=lambda x, layout: x,
             program_id=lambda axis: Value(self.task.cta),

@@ -12,6 +12,7 @@ from flash_kernel._hopper.compat import (
 )
 from flash_kernel._hopper.primitives import (
     LN_2,
+    await_stores,
     barrier_arrive,
     barrier_sync,
     next_stage,
@@ -23,7 +24,6 @@ from flash_kernel._hopper.tiles import (
     K_FREE,
     TURN,
     V_FREE,
-    VERDICTS,
     Ring,
     left_end,
     locate,
@@ -73,10 +73,12 @@ def sees_a_key(rows, shape, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def store_output(acc, batch, head, row, tensors, buffers, W: gl.constexpr):
+def store_output(acc, batch, head, row, tensors, buffers, W: gl.constexpr, IS_SECOND: gl.constexpr):
     """Send o through shared memory; the copy engine leaves out the rows past the end."""
     HEAD_DIM: gl.constexpr = acc.shape[1]
     tma_store_wait(0)
+    if IS_SECOND:
+        await_stores()  # the first o of these rows must not arrive after this one
     o = buffers.o.index(W)
     o.reshape([64, HEAD_DIM]).store(acc.to(buffers.o.dtype))
     fence_async_shared()
@@ -122,14 +124,15 @@ def attend_tile(
     barrier_arrive(V_FREE + ring.v, THREADS)
     v, v_phase = next_stage(ring.v, ring.v_phase, STAGES)
     if not ONLINE:
-        give_verdict(acc, l, total, rows, verdict, shape, SPEC)
-    store_output(acc * (1.0 / denominator)[:, None], batch, head, row, tensors, buffers, W)
+        verdict.store(failed_rows(acc, total, rows, shape, SPEC))
+    acc *= (1.0 / denominator)[:, None]
+    store_output(acc, batch, head, row, tensors, buffers, W, ONLINE)
     return Ring(ring.k, ring.k_phase, v, v_phase)
 
 
 @gluon.jit
-def give_verdict(acc, l, total, rows, verdict, shape, SPEC: gl.constexpr):
-    """Have the tile done again if the fixed reference was too far from a row's scores.
+def failed_rows(acc, total, rows, shape, SPEC: gl.constexpr):
+    """Say which rows must be done again: the fixed reference was too far from their scores.
 
     The sum bounds every p.  It is at least that of the first block's maximum, 1 before the shift,
     for every row that sees a key.  O has a bound of its own only where v can be large.
@@ -138,26 +141,27 @@ def give_verdict(acc, l, total, rows, verdict, shape, SPEC: gl.constexpr):
     HALF: gl.constexpr = SPEC.SHIFT > 0
     MOST: gl.constexpr = 2.0**15 if HALF else 2.0**64
     LEAST: gl.constexpr = 2.0 ** -(SPEC.SHIFT + 1)
-    holds = (total < MOST) & (total > LEAST)  # not for NaN
-    seen = sees_a_key(rows, shape, SPEC)
-    flag = gl.zeros_like(rows) + 1
-    gl.store(verdict + rows * 0, flag, mask=seen & (holds == 0))
-    if not HALF:
-        sums = sums_by_thread(acc, HEAD_DIM)
-        ones = gl.full([64, 4], 1, gl.int32, sums.type.layout)
-        finite = gl.abs(sums) < float("inf")
-        gl.store(verdict + ones * 0, ones, mask=finite == 0)
+    checked = total
+    if not HALF:  # NaN where O has an infinity or a NaN
+        sums = gl.sum(sums_by_thread(acc, HEAD_DIM), 1)
+        checked += 0.0 * gl.convert_layout(sums, total.type.layout)
+    holds = (checked < MOST) & (checked > LEAST)  # not for NaN
+    return (sees_a_key(rows, shape, SPEC) & (holds == 0)).to(gl.int32)
 
 
 @gluon.jit
-def empty_tile(batch, head, row, tensors, shape, buffers, W: gl.constexpr, OL: gl.constexpr):
+def empty_tile(
+    batch, head, row, verdict, tensors, shape, buffers, W: gl.constexpr, OL: gl.constexpr
+):
     """Rows that see no key: o = 0, lse = -inf."""
     HEAD_DIM: gl.constexpr = buffers.q.shape[4]
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, OL))
     lse = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, OL))
     lse_row = (batch * shape.num_heads + head) * shape.seqlen_q
     gl.store(tensors.lse + lse_row + rows, lse, mask=rows < shape.seqlen_q)
-    store_output(gl.zeros([64, HEAD_DIM], gl.float32, OL), batch, head, row, tensors, buffers, W)
+    verdict.store(gl.zeros([64], gl.int32, gl.SliceLayout(1, OL)))
+    zeros = gl.zeros([64, HEAD_DIM], gl.float32, OL)
+    store_output(zeros, batch, head, row, tensors, buffers, W, False)
 
 
 @gluon.jit
@@ -215,7 +219,7 @@ def consumer(W: gl.constexpr, tensors, shape, buffers, SPEC: gl.constexpr):
     word = read_tile(position, buffers, Q_BUFFERS)
     while word != END:
         buffer = position % Q_BUFFERS
-        verdict = tensors.workspace + VERDICTS + gl.program_id(0) * Q_BUFFERS + buffer
+        verdict = buffers.verdict.index((position & 1) * CONSUMERS + W)
         tile = locate(word >> 1, shape, SPEC)
         head, row, skipped = part_of(tile, W, shape, SPEC)
         if SPEC.HAS_RIGHT:
@@ -224,7 +228,7 @@ def consumer(W: gl.constexpr, tensors, shape, buffers, SPEC: gl.constexpr):
         blocks = tile.blocks - skipped
         q = buffers.q.index(buffer * CONSUMERS + W).reshape([64, HEAD_DIM])
         if SPEC.MAY_BE_EMPTY and blocks == 0:
-            empty_tile(tile.batch, head, row, tensors, shape, buffers, W, OL)
+            empty_tile(tile.batch, head, row, verdict, tensors, shape, buffers, W, OL)
         elif (word & 1) == 0:
             ring = attend_tile(
                 q, ring, tile.batch, head, row, edge, blocks, verdict, tensors, shape, buffers, W,

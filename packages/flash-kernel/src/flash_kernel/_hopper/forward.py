@@ -23,8 +23,8 @@ scores, as long as nothing overflows.  So the row maximum of the first block alo
 row: the loop computes no maximum, moves nothing between lanes and never rescales O, 463 -> 309
 instructions a step at d = 128, with which d = 128 at n = 16k went from 631 to over 700 TFLOP/s.
 Where later scores grow beyond 2^64 times that reference (2^15 for float16), or O overflows, the
-consumers write a verdict and the producer hands the same tile out again, to be done by online
-softmax.  The verdict depends on the tile alone, so a row has the same bits whatever else is there.
+consumers write a verdict and the producer hands the tile out again, to be done by online softmax.
+The verdict depends on the tile alone, so a row has the same bits whatever else is there.
 
 Measured on an H200; docs/hopper-log.md has the numbers and what did not help.
 """
@@ -48,7 +48,7 @@ def flash_attention_hopper_forward_kernel(
     """o = softmax(scores) v and lse = log sum exp(scores); see the head of this file.
 
     ``q, k, v, o``: descriptors over [B, H, rows, D] of blocks of 64 (q, o) and BLOCK_N rows.
-    ``workspace_ptr``: int32, ``VERDICTS + CTAs * Q_BUFFERS`` of them, zero, and zero again after.
+    ``workspace_ptr``: two int32, zero, and zero again after.
     """
     CONSUMERS: gl.constexpr = SPEC.CONSUMERS
     BLOCK_N: gl.constexpr = SPEC.BLOCK_N
@@ -71,6 +71,7 @@ def flash_attention_hopper_forward_kernel(
         gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v.layout),
         o_smem,
         gl.allocate_shared_memory(gl.int32, [Q_BUFFERS, 1], word),
+        gl.allocate_shared_memory(gl.int32, [2 * CONSUMERS, 64], word),
         gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], bars),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars),

@@ -18,7 +18,6 @@ from flash_kernel._hopper.config import (
     forward_config,
 )
 from flash_kernel._hopper.forward import flash_attention_hopper_forward_kernel
-from flash_kernel._hopper.tiles import VERDICTS
 from flash_kernel._triton.prepared import (
     Describe,
     PreparedLaunch,
@@ -211,12 +210,10 @@ def workspace(device: torch.device) -> Tensor:
     Streams do not.  A graph that is being captured may be replayed on any stream at any time, so
     its launches get zeros of their own, from the graph's memory and by a node of the graph.
     """
-    # q buffers are two at most
-    size = VERDICTS.value + 2 * num_sms(device)
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(size, device=device, dtype=torch.int32)
+        return torch.zeros(2, device=device, dtype=torch.int32)
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     zeros = _workspaces.get(key)
     if zeros is None:
-        zeros = _workspaces[key] = torch.zeros(size, device=device, dtype=torch.int32)
+        zeros = _workspaces[key] = torch.zeros(2, device=device, dtype=torch.int32)
     return zeros
