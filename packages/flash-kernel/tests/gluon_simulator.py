@@ -364,7 +364,6 @@ class Simulator:
             id(primitives.barrier_sync): self.barrier_sync,
             id(primitives.barrier_arrive): self.barrier_arrive,
             id(primitives.computed_here): lambda x: x,
-            id(primitives.await_stores): lambda: self.tma_store_wait(0),
         }
 
     def watch(self, function, see):

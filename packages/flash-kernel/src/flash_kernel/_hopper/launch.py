@@ -18,6 +18,7 @@ from flash_kernel._hopper.config import (
     forward_config,
 )
 from flash_kernel._hopper.forward import flash_attention_hopper_forward_kernel
+from flash_kernel._triton.launch import redo_forward
 from flash_kernel._triton.prepared import (
     Describe,
     PreparedLaunch,
@@ -80,7 +81,8 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return ``o`` and ``lse`` of ``q [B, H, M, D]`` and ``k, v [B, H_kv, N, D]``.
 
-    ``config`` overrides the table's.
+    A second launch does again what the first has marked: on the same stream, or in the same graph,
+    it needs no other order.  ``config`` overrides the table's.
 
     Raises:
         LayoutRefusal: Rows are not contiguous, or addresses or strides not multiples of 16 bytes.
@@ -95,6 +97,7 @@ def launch_forward(
     key = ("hopper forward", layout_key(q, k, v), variant, config)
     launch = prepared(key, partial(prepare_forward, q, k, v, o, variant, config))
     launch(q, k, v, o, lse, workspace(q.device))
+    redo_forward(q, k, v, o, lse, variant)
     return o, lse
 
 

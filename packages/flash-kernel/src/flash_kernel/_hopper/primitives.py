@@ -65,12 +65,3 @@ def computed_here(x):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def await_stores():
-    """Wait until what this thread had the copy engine store is in memory, not just read."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip

@@ -49,8 +49,7 @@ class Buffers(NamedTuple):
     k: Any  # [STAGES, 1, 1, BLOCK_N, D]
     v: Any
     o: Any  # [CONSUMERS, 1, 1, 64, D]; q's own where there is one buffer of it
-    tile: Any  # [Q_BUFFERS, 1]: the number of the tile, doubled, plus 1 to be done online
-    verdict: Any  # [2 * CONSUMERS, 64]: for even and odd positions, 1 where a row failed
+    tile: Any  # [Q_BUFFERS, 1]: the number of the tile whose q it is
     q_full: Any
     k_full: Any
     v_full: Any

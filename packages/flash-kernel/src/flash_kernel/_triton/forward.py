@@ -29,6 +29,9 @@ from flash_kernel._triton.primitives import (
     visible_keys,
 )
 
+# tiles that a program of the redo kernel looks at
+REDO_TILES: tl.constexpr = tl.constexpr(16)
+
 
 @triton.jit
 def attend(
@@ -65,29 +68,19 @@ def fold_sink(m_i, l_i, acc, sink, scale_log2):
     return m_new, l_new, acc * alpha[:, None]
 
 
-@triton.jit(do_not_specialize=["num_heads", "group", "seqlen_q", "seqlen_k", "left", "right"])
-def flash_attention_forward_kernel(
-    q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr,
+@triton.jit
+def attend_tile(
+    batch_head, tile, q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr,
     q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides, mask_strides,
     num_heads, group, seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap,
     SPEC: tl.constexpr,
 ):  # fmt: skip
-    """o = softmax(scores) v and lse = log sum exp(scores), one query tile a program.
-
-    ``q, k, v, o``: pointers, with strides of ``[B, H, rows, D]``, or descriptors of
-    ``[1, 1, BLOCK, BLOCK_D]`` blocks; ``group`` query heads share a head of k and v.
-    ``lse_ptr``: contiguous float32 ``[B, H, seqlen_q]``, in natural logarithm.  ``scale_log2`` is
-    ``scale * log2(e)``; when PRESCALED, plain ``log2(e)``.  Slopes, bias, mask and sinks are passed
-    as some tensor, and not read, where SPEC says that there are none.
-    """
+    """Write o and lse of one query tile; the arguments are those of the kernels below."""
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    batch_head, tile = head_and_tile()
-    if SPEC.HAS_RIGHT:
-        tile = tl.num_programs(1) - 1 - tile  # the longest rows start first
     batch = (batch_head // num_heads).to(tl.int32)
     head = (batch_head % num_heads).to(tl.int32)
     row = tile * BLOCK_M
@@ -129,3 +122,63 @@ def flash_attention_forward_kernel(
     lse_i = (m_i * scale_log2 + tl.math.log2(denominator)) * LN_2
     rows = row + tl.arange(0, BLOCK_M)
     tl.store(lse_ptr + batch_head * seqlen_q + rows, lse_i, mask=rows < seqlen_q)
+
+
+@triton.jit(do_not_specialize=["num_heads", "group", "seqlen_q", "seqlen_k", "left", "right"])
+def flash_attention_forward_kernel(
+    q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr,
+    q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides, mask_strides,
+    num_heads, group, seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """o = softmax(scores) v and lse = log sum exp(scores), one query tile a program.
+
+    ``q, k, v, o``: pointers, with strides of ``[B, H, rows, D]``, or descriptors of
+    ``[1, 1, BLOCK, BLOCK_D]`` blocks; ``group`` query heads share a head of k and v.
+    ``lse_ptr``: contiguous float32 ``[B, H, seqlen_q]``, in natural logarithm.  ``scale_log2`` is
+    ``scale * log2(e)``; when PRESCALED, plain ``log2(e)``.  Slopes, bias, mask and sinks are passed
+    as some tensor, and not read, where SPEC says that there are none.
+    """
+    batch_head, tile = head_and_tile()
+    if SPEC.HAS_RIGHT:
+        tile = tl.num_programs(1) - 1 - tile  # the longest rows start first
+    attend_tile(
+        batch_head, tile, q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr,
+        q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides, mask_strides,
+        num_heads, group, seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap, SPEC,
+    )  # fmt: skip
+
+
+@triton.jit
+def has_nan(x):
+    return tl.max(tl.ravel(x != x).to(tl.int32), axis=0) != 0
+
+
+@triton.jit(do_not_specialize=["num_heads", "group", "seqlen_q", "seqlen_k", "left", "right"])
+def flash_attention_redo_kernel(
+    q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr,
+    q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides, mask_strides,
+    num_heads, group, seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """Compute o and lse as above, but only of query tiles in which some row's lse is NaN.
+
+    It comes after a kernel whose softmax may fail for some rows, and that marks them so.  A program
+    has several tiles of a head and looks at all of them at once, so that where nothing has failed
+    the launch lasts for one load.
+    """
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+    batch_head = tl.program_id(0).to(tl.int64)
+    first, step = tl.program_id(1), tl.num_programs(1)
+    tiles = first + tl.arange(0, REDO_TILES) * step
+    rows = tiles[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    lse_head = lse_ptr + batch_head * seqlen_q
+    if has_nan(tl.load(lse_head + rows, mask=rows < seqlen_q, other=0.0)):
+        for tile in range(first, tl.cdiv(seqlen_q, BLOCK_M), step):
+            own_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+            if has_nan(tl.load(lse_head + own_rows, mask=own_rows < seqlen_q, other=0.0)):
+                attend_tile(
+                    batch_head, tile, q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr,
+                    q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides, mask_strides,
+                    num_heads, group, seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap, SPEC,
+                )  # fmt: skip

@@ -23,7 +23,11 @@ from flash_kernel._triton.config import (
     configs_for,
     padded_head_dim,
 )
-from flash_kernel._triton.forward import flash_attention_forward_kernel
+from flash_kernel._triton.forward import (
+    REDO_TILES,
+    flash_attention_forward_kernel,
+    flash_attention_redo_kernel,
+)
 from flash_kernel._triton.prepared import (
     Describe,
     PreparedLaunch,
@@ -45,6 +49,7 @@ VALUE_TENSORS = ("v", "o", "do", "dv")  # tensors as wide as v
 # making a descriptor at each launch takes the host longer than so few rows take the GPU; of rows
 # alone, not of heads or batch, since a row's result must not depend on how many there are
 SHORT_ROWS = 256
+REDO_PROGRAMS = 512  # enough for every SM, where there are so many tiles
 ABSENT = (0, 0, 0, 0)  # strides of a modifier that is not there
 
 
@@ -55,6 +60,7 @@ class Options(NamedTuple):
     precision: str  # of float32 products, "ieee" or "tf32"
     configs: KernelConfigs | None  # None: the table's
     use_descriptors: bool | None  # None: if the device and the tensors' alignment allow it
+    redoes: bool = False  # only the tiles that another forward has marked
 
 
 def launch_forward(
@@ -81,6 +87,16 @@ def launch_forward(
     launch = prepared(key, partial(prepare_forward, q, k, v, o, modifiers, options))
     launch(q, k, v, o, lse, *(lse if x is None else x for x in modifiers))
     return o, lse
+
+
+def redo_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, variant: Variant
+) -> None:
+    """Compute anew, in ``o`` and ``lse``, the tiles of rows in which some row's lse is NaN."""
+    options = Options(variant, float32_precision(q.dtype), None, None, redoes=True)
+    key = ("forward", layout_key(q, k, v, o), options)
+    launch = prepared(key, partial(prepare_forward, q, k, v, o, PLAIN, options))
+    launch(q, k, v, o, lse, *[lse] * len(PLAIN))
 
 
 def launch_backward(
@@ -154,9 +170,14 @@ def prepare_forward(
     # folded into the exponential, a factor of 0 would make NaN of hidden scores, which are -inf
     prescaled = spec.PRESCALED or scale * LOG2_E < SMALLEST_FACTOR
     scalars = (num_heads, num_heads // k.shape[1], seqlen_q, k.shape[2])
+    kernel, programs = flash_attention_forward_kernel, triton.cdiv(seqlen_q, config.block_m)
+    if options.redoes:
+        kernel = flash_attention_redo_kernel
+        most = triton.cdiv(REDO_PROGRAMS, batch * num_heads)
+        programs = max(triton.cdiv(programs, REDO_TILES.value), min(programs, most))
     return prepare(
-        flash_attention_forward_kernel,
-        (batch * num_heads, triton.cdiv(seqlen_q, config.block_m)),
+        kernel,
+        (batch * num_heads, programs),
         {"q": q, "k": k, "v": v, "o": o},
         5,
         modifiers,
