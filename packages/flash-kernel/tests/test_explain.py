@@ -9,13 +9,13 @@ import torch
 from flash_kernel import attention_reference, explain, flash_attention, merge_attention
 from flash_kernel.testing import make_qkv
 
-SHAPES = ((2, 8, 128, 64), (2, 8, 128, 64))
+SHAPES = ((2, 8, 512, 64), (2, 8, 512, 64))
 
 
 def test_explain_needs_no_gpu_to_say_what_one_would_run():
     answer = explain(*SHAPES, is_causal=True)
     assert (answer.impl, answer.backward) == ("hopper", "hopper")
-    assert str(answer).startswith("runs impl='hopper', backward='hopper'\n")
+    assert str(answer) == "runs impl='hopper', backward='hopper'"
     answer = explain(*SHAPES, is_causal=True, capability=80)
     assert (answer.impl, answer.backward) == ("triton", "triton")
     assert set(answer.refusals) == {"impl='hopper'", "backward='hopper'"}
@@ -47,6 +47,17 @@ def test_explain_says_what_runs_and_what_is_refused(wish, impl, backward, refuse
     dispatch._triton_failure.cache_clear()
     assert (answer.impl, answer.backward) == (impl, backward)
     assert refused is None or refused in answer.refusals
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "impl"),
+    [(256, 256, "triton"), (1, 256, "triton"), (1, 257, "hopper"), (257, 1, "hopper")],
+)
+def test_heads_of_few_rows_go_to_the_portable_kernels_unless_named(seqlen_q, seqlen_k, impl):
+    for batch in (1, 64):
+        shapes = (batch, 8, seqlen_q, 64), (batch, 8, seqlen_k, 64)
+        assert explain(*shapes).impl == impl
+        assert explain(*shapes, impl="hopper").impl == "hopper"
 
 
 def test_explain_reports_a_call_that_would_raise_with_its_message():

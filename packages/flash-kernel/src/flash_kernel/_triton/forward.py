@@ -169,16 +169,19 @@ def flash_attention_redo_kernel(
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     batch_head = tl.program_id(0).to(tl.int64)
-    first, step = tl.program_id(1), tl.num_programs(1)
-    tiles = first + tl.arange(0, REDO_TILES) * step
+    tile, programs = tl.program_id(1), tl.num_programs(1)
+    tiles = tile + tl.arange(0, REDO_TILES) * programs
     rows = tiles[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     lse_head = lse_ptr + batch_head * seqlen_q
     if has_nan(tl.load(lse_head + rows, mask=rows < seqlen_q, other=0.0)):
-        for tile in range(first, tl.cdiv(seqlen_q, BLOCK_M), step):
+        # in a `for`, Triton 3.6 would keep a buffer for o beside that of q
+        while tile * BLOCK_M < seqlen_q:
             own_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
             if has_nan(tl.load(lse_head + own_rows, mask=own_rows < seqlen_q, other=0.0)):
                 attend_tile(
-                    batch_head, tile, q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr,
-                    q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides, mask_strides,
-                    num_heads, group, seqlen_q, seqlen_k, scale, scale_log2, left, right, softcap, SPEC,
+                    batch_head, tile, q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr,
+                    sinks_ptr, q_strides, k_strides, v_strides, o_strides, slope_strides,
+                    bias_strides, mask_strides, num_heads, group, seqlen_q, seqlen_k, scale,
+                    scale_log2, left, right, softcap, SPEC,
                 )  # fmt: skip
+            tile += programs

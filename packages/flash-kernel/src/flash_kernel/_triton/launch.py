@@ -49,6 +49,7 @@ VALUE_TENSORS = ("v", "o", "do", "dv")  # tensors as wide as v
 # making a descriptor at each launch takes the host longer than so few rows take the GPU; of rows
 # alone, not of heads or batch, since a row's result must not depend on how many there are
 SHORT_ROWS = 256
+REDO_BLOCK_M = 64
 REDO_PROGRAMS = 512  # enough for every SM, where there are so many tiles
 ABSENT = (0, 0, 0, 0)  # strides of a modifier that is not there
 
@@ -89,9 +90,7 @@ def launch_forward(
     return o, lse
 
 
-def redo_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, variant: Variant
-) -> None:
+def redo_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, variant: Variant) -> None:
     """Compute anew, in ``o`` and ``lse``, the tiles of rows in which some row's lse is NaN."""
     options = Options(variant, float32_precision(q.dtype), None, None, redoes=True)
     key = ("forward", layout_key(q, k, v, o), options)
@@ -164,6 +163,8 @@ def prepare_forward(
 ) -> PreparedLaunch:
     """Prepare o and lse: one program per head and query tile."""
     config = (options.configs or default_configs(q, v)).forward
+    if options.redoes:
+        config = redo_config(config)
     batch, num_heads, seqlen_q, _ = q.shape
     scale = options.variant.scale
     spec = kernel_spec(q, v, config, modifiers, options)
@@ -186,6 +187,17 @@ def prepare_forward(
         dataclasses.replace(spec, PRESCALED=prescaled),
         options.use_descriptors,
     )
+
+
+def redo_config(forward: BlockConfig) -> BlockConfig:
+    """Return the redo kernel's configuration, given the forward's: tiles have at most 64 rows.
+
+    So few are done again for one that failed.  Nor would 128 rows fit at head_dim 256, because q
+    and o do not share room where the tile lies within a loop.
+    """
+    block_m = min(forward.block_m, REDO_BLOCK_M)
+    num_warps = forward.num_warps * block_m // forward.block_m
+    return dataclasses.replace(forward, block_m=block_m, num_warps=num_warps)
 
 
 def prepare_dk_dv(
