@@ -141,7 +141,7 @@ def compile_kernel(session: nox.Session, triton: str) -> None:
     # only Triton is exchanged: the compile-only tests never launch, so torch's own pin is moot
     # (Triton 3.6's interpreter fails with numpy 2.4)
     session.install("--no-deps", f"triton=={triton}", "numpy<2.4")
-    tests = ["compile_only", "compile_only_hopper_backward"]
+    tests = ["compile_only", "compile_only_hopper_forward", "compile_only_hopper_backward"]
     if triton == "3.6.0":  # tests-kernel interprets with the newest
         tests += ["forward", "backward", "features"]
     session.run(

@@ -34,7 +34,7 @@ LAYERS = (
     ),
     ("_triton.forward", "_triton.backward", "_hopper.backward_copies", "_hopper.forward"),
     ("_triton.launch", "_triton.decode", "_hopper.backward"),
-    ("_hopper.launch", "_triton.launch_decode"),
+    ("_triton.launch_backward", "_triton.launch_decode", "_hopper.launch"),
     ("_hopper.backward_launch",),
     ("autograd", "explain"),
     ("ops", "packed_autograd", "decode"),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flash_kernel import flash_attention
-from flash_kernel._triton import launch
 from flash_kernel._triton.config import BlockConfig, KernelConfigs
+from flash_kernel._triton.launch_backward import launch_backward
 from flash_kernel.backward import flash_attention_backward, flash_attention_backward_compiled
 from flash_kernel.reference import attention_reference
 from flash_kernel.testing import assert_matches_reference, make_qkv
@@ -38,7 +38,7 @@ def test_triton_backward_equals_dense_backward(seqlen_q, seqlen_k, is_causal, ha
     tensors[3], tensors[4] = attention_reference(*tensors[:3], is_causal=is_causal, scale=0.2)
     dlse = dlse if has_dlse else None
     expected = flash_attention_backward(*tensors, dlse, variant)
-    results = launch.launch_backward(*tensors, dlse, variant)
+    results = launch_backward(*tensors, dlse, variant)
     torch.testing.assert_close(results[:3], expected[:3], rtol=1e-5, atol=1e-5)
 
 
@@ -81,11 +81,11 @@ def test_lse_alone_can_be_differentiated(device):
 def test_gradients_do_not_depend_on_block_size(config, device):
     *tensors, _ = saved(70, 100, 16, dtype=torch.float32, device=device, is_causal=True)
     variant = Variant(16**-0.5, right=0)
-    expected = launch.launch_backward(*tensors, None, variant)
+    expected = launch_backward(*tensors, None, variant)
     configs = KernelConfigs(config, config, config)
     can_describe = device == "cpu" or torch.cuda.get_device_capability() >= (9, 0)
     for use_descriptors in (False, True) if can_describe else (False,):
-        results = launch.launch_backward(
+        results = launch_backward(
             *tensors, None, variant, configs=configs, use_descriptors=use_descriptors
         )
         torch.testing.assert_close(results[:3], expected[:3], rtol=1e-5, atol=1e-5)
@@ -136,9 +136,9 @@ def test_strides_of_the_incoming_gradient_are_honoured(layout, device):
 def test_backward_is_bitwise_repeatable(device):
     *tensors, dlse = saved(131, 131, 32, dtype=torch.float16, device=device, is_causal=True)
     variant = Variant(0.2, right=0)
-    first = launch.launch_backward(*tensors, dlse, variant)[:3]
+    first = launch_backward(*tensors, dlse, variant)[:3]
     for _ in range(50 if device == "cuda" else 2):
-        again = launch.launch_backward(*tensors, dlse, variant)[:3]
+        again = launch_backward(*tensors, dlse, variant)[:3]
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 

@@ -15,6 +15,7 @@ from flash_kernel import (
 )
 from flash_kernel._triton import launch
 from flash_kernel._triton.config import FLOAT32, HALF_PRECISION
+from flash_kernel._triton.launch_backward import launch_backward
 from flash_kernel.backward import flash_attention_backward, flash_attention_backward_compiled
 from flash_kernel.testing import assert_matches_reference, make_qkv
 from flash_kernel.variant import PLAIN, Modifiers, Variant
@@ -165,7 +166,7 @@ def test_every_gradient_is_right_for_views_beyond_2_31_elements():
 
     def backward(tensors):
         q, k, v, o, do = (tensors[name] for name in order)
-        return launch.launch_backward(q, k, v, o, lse, do, None, variant)[:3]
+        return launch_backward(q, k, v, o, lse, do, None, variant)[:3]
 
     expected = backward(small)
     for name in order:
@@ -251,7 +252,7 @@ def test_nothing_is_read_or_written_out_of_bounds(
         do = placed(inputs[0])
         variant = Variant(head_dim**-0.5, right=right)
         o, lse = launch.launch_forward(q, k, v, variant, use_descriptors=use_descriptors)
-        gradients = launch.launch_backward(
+        gradients = launch_backward(
             q, k, v, o, lse, do, None, variant, use_descriptors=use_descriptors
         )
         torch.cuda.synchronize()
@@ -284,7 +285,7 @@ def test_two_backwards_agree(name, compiled):
     k, v = k[:, :2].contiguous(), v[:, :2].contiguous()
     o, lse = launch.launch_forward(q, k, v, variant, chosen)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
-    ours = launch.launch_backward(q, k, v, o, lse, do, dlse, variant, chosen)
+    ours = launch_backward(q, k, v, o, lse, do, dlse, variant, chosen)
     dense = flash_attention_backward_compiled if compiled else flash_attention_backward
     expected = dense(q, k, v, o, lse, do, dlse, variant, chosen)
     for x, y in zip(ours, expected, strict=True):
@@ -313,9 +314,7 @@ class ByConfigs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do, _):
-        gradients = launch.launch_backward(
-            *ctx.saved_tensors, do, None, ctx.variant, configs=ctx.configs
-        )
+        gradients = launch_backward(*ctx.saved_tensors, do, None, ctx.variant, configs=ctx.configs)
         return *gradients[:3], None
 
 

@@ -75,7 +75,6 @@ class BackwardSimulator(Simulator):
             id(backward_step.hidden): lambda x: x,
             id(backward_step.stay_here): lambda *_: None,
         }
-        self.scheduler.copy_chance = (1.0, 0.05)[seed % 2]
         self.landing = {}
         self.landings = []
         run = self.scheduler.run

@@ -191,7 +191,7 @@ def _backward_by_kernels(
             q4, k4, v4, o4, lse, do4, dlse, variant, is_deterministic=plan.is_deterministic
         )
     else:
-        from flash_kernel._triton.launch import launch_backward
+        from flash_kernel._triton.launch_backward import launch_backward
 
         dq, dk, dv, _, dsinks = launch_backward(
             q4, k4, v4, o4, lse, do4, dlse, variant, as_pairs(modifiers, q, k)

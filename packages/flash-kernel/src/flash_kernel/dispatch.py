@@ -29,7 +29,7 @@ from flash_kernel.variant import Modifiers, Variant, make_variant
 IMPLS = ("auto", "hopper", "triton", "torch", "mock", "reference")
 BACKWARDS = ("auto", "hopper", "triton", "compiled", "dense")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-GPU_ORDER = ("hopper", "triton", "torch", "reference")
+GPU_ORDER = ("hopper", "triton", "torch", "reference")  # what `auto` tries
 KERNELS = ("hopper", "triton")  # a backward of any of them takes what a forward of any saved
 CPU_ORDER = ("torch", "reference")
 
@@ -140,8 +140,14 @@ def resolve(request: Request, *, impl: str, backward: str) -> Plan:
         if value not in known:
             msg = f"`{name}` must be one of {', '.join(map(repr, known))}, got {value!r}."
             raise ValueError(msg)
-    order = GPU_ORDER if request.device.type == "cuda" else CPU_ORDER
-    return first_plan(request, order if impl == "auto" else (impl,), backward)
+    return first_plan(request, candidates_for(request) if impl == "auto" else (impl,), backward)
+
+
+def candidates_for(request: Request) -> tuple[str, ...]:
+    """Return what ``impl="auto"`` may choose among, best first."""
+    if request.device.type != "cuda":
+        return CPU_ORDER
+    return tuple(impl for impl in GPU_ORDER if not (impl == "hopper" and has_few_rows(request)))
 
 
 def first_plan(request: Request, candidates: tuple[str, ...], backward: str) -> Plan:
@@ -168,7 +174,7 @@ def _own_backward(request: Request, impl: str, backward: str) -> str:
         return backward
     if impl in KERNELS:
         for kernels in KERNELS[KERNELS.index(impl) :]:
-            if kernels == "hopper" and _is_short(request):
+            if kernels == "hopper" and has_few_rows(request):
                 continue
             if refuse_backward(request, impl, kernels) is None:
                 return kernels
@@ -176,9 +182,9 @@ def _own_backward(request: Request, impl: str, backward: str) -> str:
     return "mock" if impl == "mock" else "autograd"
 
 
-def _is_short(request: Request) -> bool:
-    """Say whether the host's part of a Hopper backward would take longer than the portable one."""
-    return max(request.seqlen_q, request.seqlen_k) <= hopper.SHORT_SEQLEN
+def has_few_rows(request: Request) -> bool:
+    """Say whether a Hopper launch would take the host longer than the portable one; any batch."""
+    return max(request.seqlen_q, request.seqlen_k) <= hopper.FEW_ROWS
 
 
 def refuse_impl(request: Request, impl: str) -> Exception | None:
@@ -278,6 +284,8 @@ def hopper_refusal(request: Request, option: str, head_dims: tuple[int, ...]) ->
 
 def hopper_lacks(request: Request, head_dims: tuple[int, ...]) -> str | None:
     """Return what a request wants that the Hopper kernels do not have, or None."""
+    if request.layout != "dense":
+        return f"takes dense tensors only, got the layout {request.layout!r}"
     if request.head_dim != request.head_dim_v:
         return f"needs v as wide as q, got {request.head_dim_v} and {request.head_dim}"
     if request.head_dim not in head_dims:

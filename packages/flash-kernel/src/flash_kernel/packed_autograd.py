@@ -127,7 +127,7 @@ def run_packed_backward(
 ) -> Gradients:
     """Return the gradients by one of the interchangeable backwards."""
     if backward == "triton":
-        from flash_kernel._triton.launch import launch_backward
+        from flash_kernel._triton.launch_backward import launch_backward
 
         views = *as_one_batch(q, k, v), o.transpose(0, 1)[None], lse[None], do.transpose(0, 1)[None]
         dlse = None if dlse is None else dlse[None]

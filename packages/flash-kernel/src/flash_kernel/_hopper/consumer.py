@@ -23,7 +23,6 @@ from flash_kernel._hopper.tiles import (
     K_FREE,
     TURN,
     V_FREE,
-    VERDICTS,
     Ring,
     left_end,
     locate,
@@ -85,30 +84,30 @@ def store_output(acc, batch, head, row, tensors, buffers, W: gl.constexpr):
 
 @gluon.jit
 def attend_tile(
-    q, ring, batch, head, row, edge, blocks, verdict, tensors, shape, buffers, W: gl.constexpr,
-    ONLINE: gl.constexpr, SPEC: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, PL: gl.constexpr,
+    q, ring, batch, head, row, edge, blocks, tensors, shape, buffers, W: gl.constexpr,
+    SPEC: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, PL: gl.constexpr,
 ):  # fmt: skip
     """The 64 rows of one warpgroup against the ``blocks`` blocks left of ``edge``."""
     BLOCK_N: gl.constexpr = SPEC.BLOCK_N
     STAGES: gl.constexpr = SPEC.STAGES
     THREADS: gl.constexpr = SPEC.CONSUMERS * 128 + 32
-    acc, p, m, reference, l, ring = first_step(
-        q, ring, row, edge - BLOCK_N, blocks > 1, shape, buffers, W, ONLINE, SPEC, SL, OL, PL
-    )  # fmt: skip
+    acc, p, reference, l, ring = first_step(
+        q, ring, row, edge - BLOCK_N, blocks > 1, shape, buffers, W, SPEC, SL, OL, PL
+    )
     full_blocks = blocks
     if SPEC.MASKS_LAST:
         whole = (edge - left_end(row + 63, shape, SPEC)) // BLOCK_N
         full_blocks = gl.minimum(gl.maximum(whole, 1), blocks)
     for i in range(1, full_blocks):
-        acc, p, m, reference, l, ring = step(
-            q, acc, p, m, reference, l, ring, row, edge - (i + 1) * BLOCK_N, i < blocks - 1, shape,
-            buffers, W, False, ONLINE, SPEC, SL, OL, PL,
+        acc, p, l, ring = step(
+            q, acc, p, reference, l, ring, row, edge - (i + 1) * BLOCK_N, i < blocks - 1, shape,
+            buffers, W, False, SPEC, SL, PL,
         )  # fmt: skip
     if SPEC.MASKS_LAST:
         for i in range(full_blocks, blocks):
-            acc, p, m, reference, l, ring = step(
-                q, acc, p, m, reference, l, ring, row, edge - (i + 1) * BLOCK_N, i < blocks - 1,
-                shape, buffers, W, True, ONLINE, SPEC, SL, OL, PL,
+            acc, p, l, ring = step(
+                q, acc, p, reference, l, ring, row, edge - (i + 1) * BLOCK_N, i < blocks - 1, shape,
+                buffers, W, True, SPEC, SL, PL,
             )  # fmt: skip
     acc_token = last_product(acc, p, ring, buffers, SPEC)
     # the statistics of the rows are made while the product runs
@@ -116,20 +115,18 @@ def attend_tile(
     total = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, OL))
     denominator = gl.where(total == 0.0, 1.0, total)
     lse = gl.convert_layout(reference, gl.SliceLayout(1, OL)) * LN_2 + gl.log(total)
-    lse_row = (batch * shape.num_heads + head) * shape.seqlen_q
-    gl.store(tensors.lse + lse_row + rows, lse, mask=rows < shape.seqlen_q)
     acc, p = warpgroup_mma_wait(0, deps=[acc_token, p])
     barrier_arrive(V_FREE + ring.v, THREADS)
     v, v_phase = next_stage(ring.v, ring.v_phase, STAGES)
-    if not ONLINE:
-        give_verdict(acc, l, total, rows, verdict, shape, SPEC)
+    lse = gl.where(has_failed(acc, total, rows, shape, SPEC), float("nan"), lse)
+    store_lse(lse, rows, batch, head, tensors, shape)
     store_output(acc * (1.0 / denominator)[:, None], batch, head, row, tensors, buffers, W)
     return Ring(ring.k, ring.k_phase, v, v_phase)
 
 
 @gluon.jit
-def give_verdict(acc, l, total, rows, verdict, shape, SPEC: gl.constexpr):
-    """Have the tile done again if the fixed reference was too far from a row's scores.
+def has_failed(acc, total, rows, shape, SPEC: gl.constexpr):
+    """Say for which rows the fixed reference was too far from the scores.
 
     The sum bounds every p.  It is at least that of the first block's maximum, 1 before the shift,
     for every row that sees a key.  O has a bound of its own only where v can be large.
@@ -138,15 +135,18 @@ def give_verdict(acc, l, total, rows, verdict, shape, SPEC: gl.constexpr):
     HALF: gl.constexpr = SPEC.SHIFT > 0
     MOST: gl.constexpr = 2.0**15 if HALF else 2.0**64
     LEAST: gl.constexpr = 2.0 ** -(SPEC.SHIFT + 1)
-    holds = (total < MOST) & (total > LEAST)  # not for NaN
-    seen = sees_a_key(rows, shape, SPEC)
-    flag = gl.zeros_like(rows) + 1
-    gl.store(verdict + rows * 0, flag, mask=seen & (holds == 0))
-    if not HALF:
-        sums = sums_by_thread(acc, HEAD_DIM)
-        ones = gl.full([64, 4], 1, gl.int32, sums.type.layout)
-        finite = gl.abs(sums) < float("inf")
-        gl.store(verdict + ones * 0, ones, mask=finite == 0)
+    checked = total
+    if not HALF:  # NaN where O has an infinity or a NaN
+        sums = gl.sum(sums_by_thread(acc, HEAD_DIM), 1)
+        checked += 0.0 * gl.convert_layout(sums, total.type.layout)
+    holds = (checked < MOST) & (checked > LEAST)  # not for NaN
+    return sees_a_key(rows, shape, SPEC) & (holds == 0)
+
+
+@gluon.jit
+def store_lse(lse, rows, batch, head, tensors, shape):
+    start = (batch * shape.num_heads + head) * shape.seqlen_q
+    gl.store(tensors.lse + start + rows, lse, mask=rows < shape.seqlen_q)
 
 
 @gluon.jit
@@ -155,8 +155,7 @@ def empty_tile(batch, head, row, tensors, shape, buffers, W: gl.constexpr, OL: g
     HEAD_DIM: gl.constexpr = buffers.q.shape[4]
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, OL))
     lse = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, OL))
-    lse_row = (batch * shape.num_heads + head) * shape.seqlen_q
-    gl.store(tensors.lse + lse_row + rows, lse, mask=rows < shape.seqlen_q)
+    store_lse(lse, rows, batch, head, tensors, shape)
     store_output(gl.zeros([64, HEAD_DIM], gl.float32, OL), batch, head, row, tensors, buffers, W)
 
 
@@ -212,11 +211,10 @@ def consumer(W: gl.constexpr, tensors, shape, buffers, SPEC: gl.constexpr):
     zero = gl.to_tensor(0)
     ring = Ring(zero, zero, zero, zero)
     position = zero
-    word = read_tile(position, buffers, Q_BUFFERS)
-    while word != END:
+    number = read_tile(position, buffers, Q_BUFFERS)
+    while number != END:
         buffer = position % Q_BUFFERS
-        verdict = tensors.workspace + VERDICTS + gl.program_id(0) * Q_BUFFERS + buffer
-        tile = locate(word >> 1, shape, SPEC)
+        tile = locate(number, shape, SPEC)
         head, row, skipped = part_of(tile, W, shape, SPEC)
         if SPEC.HAS_RIGHT:
             ring = skip_blocks(skipped, ring, buffers, W, SPEC)
@@ -225,22 +223,17 @@ def consumer(W: gl.constexpr, tensors, shape, buffers, SPEC: gl.constexpr):
         q = buffers.q.index(buffer * CONSUMERS + W).reshape([64, HEAD_DIM])
         if SPEC.MAY_BE_EMPTY and blocks == 0:
             empty_tile(tile.batch, head, row, tensors, shape, buffers, W, OL)
-        elif (word & 1) == 0:
-            ring = attend_tile(
-                q, ring, tile.batch, head, row, edge, blocks, verdict, tensors, shape, buffers, W,
-                False, SPEC, SL, OL, PL,
-            )  # fmt: skip
         else:
             ring = attend_tile(
-                q, ring, tile.batch, head, row, edge, blocks, verdict, tensors, shape, buffers, W,
-                True, SPEC, SL, OL, PL,
+                q, ring, tile.batch, head, row, edge, blocks, tensors, shape, buffers, W, SPEC, SL,
+                OL, PL,
             )  # fmt: skip
         if Q_BUFFERS == 1:
             # o leaves from q's buffer; by one thread, whose warp's arrival is among those below
             tma_store_wait(0)
         barrier_arrive(q_free(buffer), THREADS)
         position += 1
-        word = read_tile(position, buffers, Q_BUFFERS)
+        number = read_tile(position, buffers, Q_BUFFERS)
     if W == 0:
         barrier_sync(gl.to_tensor(TURN), 256)  # take back the turn that was handed out last
     tma_store_wait(0)

@@ -5,7 +5,7 @@ consumer warpgroup owns 64 of a tile's rows; all walk the same blocks of keys, r
 
     producer (1 warp)            copy engine             consumers (4 warps each)
     ─────────────────            ───────────             ───────────────────────────────────────
-    wait q_free      ◄──────────────────────────────────  arrive q_free        tile done, verdict
+    wait q_free      ◄──────────────────────────────────  arrive q_free        tile done
     post the tile, expect q ──►  q ─► arrive q_full ───►  wait q_full          read the tile
     wait k_free      ◄──────────────────────────────────  arrive k_free        scores are there
     expect k         ─────────►  k ─► arrive k_full ───►  wait k_full ┐
@@ -22,9 +22,10 @@ consumer warpgroup owns 64 of a tile's rows; all walk the same blocks of keys, r
 scores, as long as nothing overflows.  So the row maximum of the first block alone scales the whole
 row: the loop computes no maximum, moves nothing between lanes and never rescales O, 463 -> 309
 instructions a step at d = 128, with which d = 128 at n = 16k went from 631 to over 700 TFLOP/s.
-Where later scores grow beyond 2^64 times that reference (2^15 for float16), or O overflows, the
-consumers write a verdict and the producer hands the same tile out again, to be done by online
-softmax.  The verdict depends on the tile alone, so a row has the same bits whatever else is there.
+Where the sum of a row's exponentials passes 2^64 relative to that reference (2^15 for float16), or
+is NaN, or O overflows, the fixed reference has failed for that row.  Its lse is written as NaN, and
+the launch that follows computes such tiles anew by the portable kernel's online softmax.  So what a
+row gets depends on its own tile alone, and has the same bits whatever else is in the batch.
 
 Measured on an H200; docs/hopper-log.md has the numbers and what did not help.
 """
@@ -45,10 +46,10 @@ def flash_attention_hopper_forward_kernel(
     seqlen_q, seqlen_k, left, right, num_heads, group, units, row_tiles, swath, scale_log2,
     SPEC: gl.constexpr,
 ):  # fmt: skip
-    """o = softmax(scores) v and lse = log sum exp(scores); see the head of this file.
+    """o = softmax(scores) v and lse = log sum exp(scores), NaN where the fixed reference failed.
 
     ``q, k, v, o``: descriptors over [B, H, rows, D] of blocks of 64 (q, o) and BLOCK_N rows.
-    ``workspace_ptr``: int32, ``VERDICTS + CTAs * Q_BUFFERS`` of them, zero, and zero again after.
+    ``workspace_ptr``: two int32, zero, and zero again after.
     """
     CONSUMERS: gl.constexpr = SPEC.CONSUMERS
     BLOCK_N: gl.constexpr = SPEC.BLOCK_N

@@ -18,7 +18,7 @@ from flash_kernel._hopper.config import (
     forward_config,
 )
 from flash_kernel._hopper.forward import flash_attention_hopper_forward_kernel
-from flash_kernel._hopper.tiles import VERDICTS
+from flash_kernel._triton.launch import redo_forward
 from flash_kernel._triton.prepared import (
     Describe,
     PreparedLaunch,
@@ -81,7 +81,8 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return ``o`` and ``lse`` of ``q [B, H, M, D]`` and ``k, v [B, H_kv, N, D]``.
 
-    ``config`` overrides the table's.
+    A second launch does again what the first has marked: on the same stream, or in the same graph,
+    it needs no other order.  ``config`` overrides the table's.
 
     Raises:
         LayoutRefusal: Rows are not contiguous, or addresses or strides not multiples of 16 bytes.
@@ -96,6 +97,7 @@ def launch_forward(
     key = ("hopper forward", layout_key(q, k, v), variant, config)
     launch = prepared(key, partial(prepare_forward, q, k, v, o, variant, config))
     launch(q, k, v, o, lse, workspace(q.device))
+    redo_forward(q, k, v, o, lse, variant)
     return o, lse
 
 
@@ -211,12 +213,10 @@ def workspace(device: torch.device) -> Tensor:
     Streams do not.  A graph that is being captured may be replayed on any stream at any time, so
     its launches get zeros of their own, from the graph's memory and by a node of the graph.
     """
-    # q buffers are two at most
-    size = VERDICTS.value + 2 * num_sms(device)
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(size, device=device, dtype=torch.int32)
+        return torch.zeros(2, device=device, dtype=torch.int32)
     key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     zeros = _workspaces.get(key)
     if zeros is None:
-        zeros = _workspaces[key] = torch.zeros(size, device=device, dtype=torch.int32)
+        zeros = _workspaces[key] = torch.zeros(2, device=device, dtype=torch.int32)
     return zeros

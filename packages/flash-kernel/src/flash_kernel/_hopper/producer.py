@@ -8,21 +8,20 @@ from flash_kernel._hopper.tiles import (
     K_FREE,
     NEXT_TILE,
     V_FREE,
-    VERDICTS,
     locate,
     q_free,
 )
 
 
 @gluon.jit
-def post(word, buffers, buffer):
-    """Leave a word for the consumers, who read it when ``q_full`` completes."""
+def post(number, buffers, buffer):
+    """Leave a tile's number for the consumers, who read it when ``q_full`` completes."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    buffers.tile.index(buffer).store(gl.full([1], 0, gl.int32, layout) + word)
+    buffers.tile.index(buffer).store(gl.full([1], 0, gl.int32, layout) + number)
 
 
 @gluon.jit
-def load_tile(word, buffer, k_stage, v_stage, tensors, shape, buffers, SPEC: gl.constexpr):
+def load_tile(number, buffer, k_stage, v_stage, tensors, shape, buffers, SPEC: gl.constexpr):
     """Copy a tile's q, and its blocks of K and V as stages come free; return the next stages.
 
     K of the next block goes ahead of V of this one, so that the next scores never wait for V.
@@ -32,9 +31,9 @@ def load_tile(word, buffer, k_stage, v_stage, tensors, shape, buffers, SPEC: gl.
     STAGES: gl.constexpr = SPEC.STAGES
     ROW_BYTES: gl.constexpr = SPEC.HEAD_DIM * 2
     THREADS: gl.constexpr = CONSUMERS * 128 + 32
-    tile = locate(word >> 1, shape, SPEC)
+    tile = locate(number, shape, SPEC)
     head_k = tile.head // shape.group
-    post(word, buffers, buffer)
+    post(number, buffers, buffer)
     full = buffers.q_full.index(buffer)
     mbarrier.expect(full, CONSUMERS * 64 * ROW_BYTES)
     for w in gl.static_range(CONSUMERS):
@@ -62,65 +61,38 @@ def load_tile(word, buffer, k_stage, v_stage, tensors, shape, buffers, SPEC: gl.
 
 
 @gluon.jit
-def take_verdict(verdicts, buffer):
-    """Say whether the tile that lay in a buffer must be done again; forget it."""
-    again = gl.load(verdicts + buffer)
-    if again != 0:
-        gl.store(verdicts + buffer, 0)
-    return again
-
-
-@gluon.jit
 def producer(tensors, shape, buffers, SPEC: gl.constexpr):
-    """Hand out tiles until there are none, and those again whose softmax overflowed.
+    """Hand out tiles until there are none.
 
     Tiles come from a counter in memory: against a fixed order, d = 128 causal at n = 16k went from
     618 to 660 TFLOP/s, d = 256 causal from 497 to 640.  The last CTA leaves the counter as it found
     it, so that a launch needs no other to clear it.
     """
-    CONSUMERS: gl.constexpr = SPEC.CONSUMERS
     Q_BUFFERS: gl.constexpr = SPEC.Q_BUFFERS
     STAGES: gl.constexpr = SPEC.STAGES
-    THREADS: gl.constexpr = CONSUMERS * 128 + 32
-    program = gl.program_id(0)
+    THREADS: gl.constexpr = SPEC.CONSUMERS * 128 + 32
     programs = gl.num_programs(0)
     tiles = shape.units * shape.row_tiles
-    verdicts = tensors.workspace + VERDICTS + program * Q_BUFFERS
     k_stage = gl.to_tensor(0)
     v_stage = gl.to_tensor(0)
     buffer = gl.to_tensor(0)
-    word = 2 * program
-    before = word  # what the position before this one was given
-    upcoming = programs + gl.atomic_add(tensors.workspace + NEXT_TILE, 1)
+    number = gl.program_id(0)
     barrier_sync(q_free(buffer), THREADS)
-    while word != END:
+    while number < tiles:
+        # a tile ahead, so that nobody waits for the counter
+        upcoming = programs + gl.atomic_add(tensors.workspace + NEXT_TILE, 1)
         k_stage, v_stage = load_tile(
-            word, buffer, k_stage, v_stage, tensors, shape, buffers, SPEC
+            number, buffer, k_stage, v_stage, tensors, shape, buffers, SPEC
         )  # fmt: skip
-        lay_here = word if Q_BUFFERS == 1 else before
-        before = word
         buffer = (buffer + 1) % Q_BUFFERS
         barrier_sync(q_free(buffer), THREADS)
-        if take_verdict(verdicts, buffer) != 0:
-            word = lay_here | 1
-        elif upcoming < tiles:
-            word = 2 * upcoming
-            upcoming = programs + gl.atomic_add(tensors.workspace + NEXT_TILE, 1)
-        else:
-            word = gl.to_tensor(END)
+        number = upcoming
     if gl.atomic_add(tensors.workspace + CTAS_DONE, 1) == programs - 1:
         # nobody takes a tile any more
         gl.store(tensors.workspace + NEXT_TILE, 0)
         gl.store(tensors.workspace + CTAS_DONE, 0)
     if Q_BUFFERS == 2:  # the last tile is still at work, in the other buffer
-        other = 1 - buffer
-        barrier_sync(q_free(other), THREADS)
-        if take_verdict(verdicts, other) != 0:
-            k_stage, v_stage = load_tile(
-                before | 1, buffer, k_stage, v_stage, tensors, shape, buffers, SPEC
-            )  # fmt: skip
-            barrier_sync(q_free(buffer), THREADS)
-            buffer = other
+        barrier_sync(q_free(1 - buffer), THREADS)
     post(gl.to_tensor(END), buffers, buffer)
     mbarrier.arrive(buffers.q_full.index(buffer), count=1)
     # take the last releases: no barrier may end half full

@@ -60,19 +60,9 @@ def hide(s, row, key, shape, SPEC: gl.constexpr, SL: gl.constexpr):
 
 
 @gluon.jit
-def reference_of(m, shift, scale_log2):
-    """What is subtracted in the exponent from scores whose row maximum is m.
-
-    A row that has seen no key has m = -inf and gets 0: -inf - (-inf) never occurs.
-    """
-    return gl.where(m == float("-inf"), 0.0, m * scale_log2 + shift)
-
-
-@gluon.jit
 def step(
-    q, acc, p, m, reference, l, ring, row, key, has_next, shape, buffers, W: gl.constexpr,
-    MASKED: gl.constexpr, ONLINE: gl.constexpr, SPEC: gl.constexpr, SL: gl.constexpr,
-    OL: gl.constexpr, PL: gl.constexpr,
+    q, acc, p, reference, l, ring, row, key, has_next, shape, buffers, W: gl.constexpr,
+    MASKED: gl.constexpr, SPEC: gl.constexpr, SL: gl.constexpr, PL: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of one block, under the product ``acc += p v`` of the block before.
 
@@ -80,8 +70,7 @@ def step(
 
         HGMMA (S), HGMMA (O), wait <= 1, EX2 ..., wait <= 0
 
-    so that the exponentials run beside the second product.  ONLINE: the textbook step, in which the
-    running maximum m moves and rescales l and acc.
+    so that the exponentials run beside the second product.
     """
     CONSUMERS: gl.constexpr = SPEC.CONSUMERS
     BLOCK_N: gl.constexpr = SPEC.BLOCK_N
@@ -97,13 +86,6 @@ def step(
     barrier_arrive(K_FREE + ring.k, THREADS)
     if MASKED:
         s = hide(s, row, key, shape, SPEC, SL)
-    if ONLINE:
-        m_new = gl.maximum(m, gl.max(s, 1))
-        new_reference = reference_of(m_new, 0.0, shape.scale_log2)
-        alpha = gl.exp2(m * shape.scale_log2 - new_reference)
-        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
-        m = m_new
-        reference = new_reference
     p32 = gl.exp2(s * shape.scale_log2 - reference[:, None])
     l = computed_here(l + sums_by_thread(p32, BLOCK_N))
     k, k_phase = next_stage(ring.k, ring.k_phase, STAGES)
@@ -115,23 +97,20 @@ def step(
     # p stays in the wait's operands until the product has read it
     acc, p, p32 = warpgroup_mma_wait(0, deps=[acc_token, p, p32])
     barrier_arrive(V_FREE + ring.v, THREADS)
-    if ONLINE:
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OL))[:, None]
     p = gl.convert_layout(p32.to(p.dtype), PL)
-    return acc, p, m, reference, l, Ring(k, k_phase, v, v_phase)
+    return acc, p, l, Ring(k, k_phase, v, v_phase)
 
 
 @gluon.jit
 def first_step(
-    q, ring, row, key, has_next, shape, buffers, W: gl.constexpr, ONLINE: gl.constexpr,
-    SPEC: gl.constexpr, SL: gl.constexpr, OL: gl.constexpr, PL: gl.constexpr,
+    q, ring, row, key, has_next, shape, buffers, W: gl.constexpr, SPEC: gl.constexpr,
+    SL: gl.constexpr, OL: gl.constexpr, PL: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of a tile's first block, which gives the rows their reference."""
     CONSUMERS: gl.constexpr = SPEC.CONSUMERS
     BLOCK_N: gl.constexpr = SPEC.BLOCK_N
     HEAD_DIM: gl.constexpr = SPEC.HEAD_DIM
     STAGES: gl.constexpr = SPEC.STAGES
-    SHIFT: gl.constexpr = 0.0 if ONLINE else SPEC.SHIFT
     mbarrier.wait(buffers.k_full.index(ring.k), ring.k_phase)
     take_turn(W)
     s_token = issue_scores(q, buffers.k.index(ring.k), SPEC, SL)
@@ -141,7 +120,8 @@ def first_step(
     if SPEC.MASKS_FIRST:
         s = hide(s, row, key, shape, SPEC, SL)
     m = gl.max(s, 1)
-    reference = reference_of(m, SHIFT, shape.scale_log2)
+    # a row that has seen no key has m = -inf and gets 0: -inf - (-inf) never occurs
+    reference = gl.where(m == float("-inf"), 0.0, m * shape.scale_log2 + SPEC.SHIFT)
     p32 = gl.exp2(s * shape.scale_log2 - reference[:, None])
     l = sums_by_thread(p32, BLOCK_N)
     acc = gl.zeros([64, HEAD_DIM], gl.float32, OL)
@@ -149,4 +129,4 @@ def first_step(
     k, k_phase = next_stage(ring.k, ring.k_phase, STAGES)
     mbarrier.wait(buffers.k_full.index(k), k_phase, pred=has_next)
     mbarrier.wait(buffers.v_full.index(ring.v), ring.v_phase)
-    return acc, p, m, reference, l, Ring(k, k_phase, ring.v, ring.v_phase)
+    return acc, p, reference, l, Ring(k, k_phase, ring.v, ring.v_phase)

@@ -11,10 +11,9 @@ K_FREE: gl.constexpr = gl.constexpr(10)
 V_FREE: gl.constexpr = gl.constexpr(13)
 
 END: gl.constexpr = gl.constexpr(-1)  # posted in place of a tile
-# workspace: the next tile, the CTAs that are done, then a verdict for each CTA and q buffer
+# workspace
 NEXT_TILE: gl.constexpr = gl.constexpr(0)
 CTAS_DONE: gl.constexpr = gl.constexpr(1)
-VERDICTS: gl.constexpr = gl.constexpr(2)
 
 
 class Tensors(NamedTuple):
@@ -25,7 +24,7 @@ class Tensors(NamedTuple):
     v: Any
     o: Any
     lse: Any  # [B, H, M]
-    workspace: Any  # int32, zero between launches
+    workspace: Any  # int32 [2], zero between launches
 
 
 class Shape(NamedTuple):
@@ -50,7 +49,7 @@ class Buffers(NamedTuple):
     k: Any  # [STAGES, 1, 1, BLOCK_N, D]
     v: Any
     o: Any  # [CONSUMERS, 1, 1, 64, D]; q's own where there is one buffer of it
-    tile: Any  # [Q_BUFFERS, 1]: the number of the tile, doubled, plus 1 to be done online
+    tile: Any  # [Q_BUFFERS, 1]: the number of the tile whose q it is
     q_full: Any
     k_full: Any
     v_full: Any

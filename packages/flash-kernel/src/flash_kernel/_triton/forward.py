@@ -38,6 +38,9 @@ from flash_kernel._triton.tiles import (
     zero_rows,
 )
 
+# tiles that a program of the redo kernel looks at
+REDO_TILES: tl.constexpr = tl.constexpr(16)
+
 
 @triton.jit
 def attend(
@@ -115,39 +118,18 @@ def fold_sink(m_i, l_i, acc, sink, scale_log2):
     return m_new, l_new, scale_rows(acc, alpha[:, None])
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_heads",
-        "group",
-        "seqlen_q",
-        "seqlen_k",
-        "num_sequences",
-        "left",
-        "right",
-    ]
-)
-def flash_attention_forward_kernel(
-    q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr, cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr, q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides,
-    mask_strides, num_heads, group, seqlen_q, seqlen_k, num_sequences, scale, scale_log2, left,
-    right, softcap, SPEC: tl.constexpr,
+@triton.jit
+def attend_tile(
+    batch_head, tile, q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_strides, k_strides, v_strides, o_strides, slope_strides,
+    bias_strides, mask_strides, num_heads, group, seqlen_q, seqlen_k, num_sequences, scale,
+    scale_log2, left, right, softcap, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """o = softmax(scores) v and lse = log sum exp(scores), one query tile a program.
-
-    ``q, k, v, o``: pointers, with strides of ``[B, H, rows, D]``, or descriptors of
-    ``[1, 1, BLOCK, BLOCK_D]`` blocks; ``group`` query heads share a head of k and v.
-    ``lse_ptr``: contiguous float32 ``[B, H, seqlen_q]``, in natural logarithm.  ``scale_log2`` is
-    ``scale * log2(e)``; when PRESCALED, plain ``log2(e)``.  Slopes, bias, mask and sinks are passed
-    as some tensor, and not read, where SPEC says that there are none; so are ``cu_seqlens``, by
-    which packed sequences take a grid ``(slots, num_heads)``, see `sequence_and_tile`.
-    """
+    """Write o and lse of one query tile; the arguments are those of the kernels below."""
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     WIDTHS: tl.constexpr = SPEC.WIDTHS
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    batch_head, tile = head_and_tile(SPEC)
-    if SPEC.HAS_RIGHT:
-        tile = last_tile_first(tile, SPEC)
     batch = (batch_head // num_heads).to(tl.int32)
     head = (batch_head % num_heads).to(tl.int32)
     lse_ptr += batch_head * seqlen_q
@@ -184,3 +166,90 @@ def flash_attention_forward_kernel(
     store_rows(o_rows, scale_rows(acc, (1.0 / denominator)[:, None]), row, SPEC)
     lse_i = (m_i * scale_log2 + tl.math.log2(denominator)) * LN_2
     tl.store(lse_ptr + q_start + rows, lse_i, mask=rows < seqlen_q)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_heads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "num_sequences",
+        "left",
+        "right",
+    ]
+)
+def flash_attention_forward_kernel(
+    q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides,
+    mask_strides, num_heads, group, seqlen_q, seqlen_k, num_sequences, scale, scale_log2, left,
+    right, softcap, SPEC: tl.constexpr,
+):  # fmt: skip
+    """o = softmax(scores) v and lse = log sum exp(scores), one query tile a program.
+
+    ``q, k, v, o``: pointers, with strides of ``[B, H, rows, D]``, or descriptors of
+    ``[1, 1, BLOCK, BLOCK_D]`` blocks; ``group`` query heads share a head of k and v.
+    ``lse_ptr``: contiguous float32 ``[B, H, seqlen_q]``, in natural logarithm.  ``scale_log2`` is
+    ``scale * log2(e)``; when PRESCALED, plain ``log2(e)``.  Slopes, bias, mask and sinks are passed
+    as some tensor, and not read, where SPEC says that there are none; so are ``cu_seqlens``, by
+    which packed sequences take a grid ``(slots, num_heads)``, see `sequence_and_tile`.
+    """
+    batch_head, tile = head_and_tile(SPEC)
+    if SPEC.HAS_RIGHT:
+        tile = last_tile_first(tile, SPEC)
+    attend_tile(
+        batch_head, tile, q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr,
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_strides, k_strides, v_strides, o_strides,
+        slope_strides, bias_strides, mask_strides, num_heads, group, seqlen_q, seqlen_k,
+        num_sequences, scale, scale_log2, left, right, softcap, SPEC,
+    )  # fmt: skip
+
+
+@triton.jit
+def has_nan(x):
+    """Whether some entry is NaN."""
+    return tl.max(tl.ravel(x != x).to(tl.int32), axis=0) != 0
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_heads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "num_sequences",
+        "left",
+        "right",
+    ]
+)
+def flash_attention_redo_kernel(
+    q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides,
+    mask_strides, num_heads, group, seqlen_q, seqlen_k, num_sequences, scale, scale_log2, left,
+    right, softcap, SPEC: tl.constexpr,
+):  # fmt: skip
+    """Compute o and lse as above, but only of query tiles in which some row's lse is NaN.
+
+    It comes after a kernel whose softmax may fail for some rows, and that marks them so.  A program
+    has several tiles of a head and looks at all of them at once, so that where nothing has failed
+    the launch lasts for one load.
+    """
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+    batch_head = tl.program_id(0).to(tl.int64)
+    tile, programs = tl.program_id(1), tl.num_programs(1)
+    tiles = tile + tl.arange(0, REDO_TILES) * programs
+    rows = tiles[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    lse_head = lse_ptr + batch_head * seqlen_q
+    if has_nan(tl.load(lse_head + rows, mask=rows < seqlen_q, other=0.0)):
+        # in a `for`, Triton 3.6 would keep a buffer for o beside that of q
+        while tile * BLOCK_M < seqlen_q:
+            own_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+            if has_nan(tl.load(lse_head + own_rows, mask=own_rows < seqlen_q, other=0.0)):
+                attend_tile(
+                    batch_head, tile, q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr,
+                    sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_strides, k_strides, v_strides,
+                    o_strides, slope_strides, bias_strides, mask_strides, num_heads, group,
+                    seqlen_q, seqlen_k, num_sequences, scale, scale_log2, left, right, softcap,
+                    SPEC,
+                )  # fmt: skip
+            tile += programs

@@ -9,12 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_kernel._triton.backward import (
-    flash_attention_dk_dv_kernel,
-    flash_attention_dq_kernel,
-)
 from flash_kernel._triton.config import (
-    STATISTICS_BLOCK_M,
     BlockConfig,
     KernelConfigs,
     KernelSpec,
@@ -23,7 +18,11 @@ from flash_kernel._triton.config import (
     padded_head_dim,
     piece_widths,
 )
-from flash_kernel._triton.forward import flash_attention_forward_kernel
+from flash_kernel._triton.forward import (
+    REDO_TILES,
+    flash_attention_forward_kernel,
+    flash_attention_redo_kernel,
+)
 from flash_kernel._triton.prepared import (
     Describe,
     PreparedLaunch,
@@ -34,19 +33,17 @@ from flash_kernel._triton.prepared import (
     layout_key,
     prepared,
 )
-from flash_kernel._triton.row_statistics import flash_attention_row_statistics_kernel
-from flash_kernel.gradients import Gradients, sink_gradient
 from flash_kernel.variant import PLAIN, Modifiers, Packing, Variant
 
 LOG2_E = math.log2(math.e)
-STATISTICS_CONFIG = BlockConfig(block_m=STATISTICS_BLOCK_M)
-ROW_PADDING = 128  # the largest BLOCK_M: row statistics are read in whole tiles
 SMALLEST_FACTOR = torch.finfo(torch.float32).tiny
 KEY_TENSORS = ("k", "v", "dk", "dv")  # tensors whose rows are keys: they come in tiles of BLOCK_N
 VALUE_TENSORS = ("v", "o", "do", "dv")  # tensors as wide as v
 # making a descriptor at each launch takes the host longer than so few rows take the GPU; of rows
 # alone, not of heads or batch, since a row's result must not depend on how many there are
 SHORT_ROWS = 256
+REDO_BLOCK_M = 64
+REDO_PROGRAMS = 512  # enough for every SM, where there are so many tiles
 ABSENT = (0, 0, 0, 0)  # strides of a modifier that is not there
 
 
@@ -58,6 +55,7 @@ class Options(NamedTuple):
     configs: KernelConfigs | None  # None: the table's
     use_descriptors: bool | None  # None: if the device and the tensors' alignment allow it
     num_sequences: int | None = None  # of packed tensors; None where they are not packed
+    redoes: bool = False  # only the tiles that another forward has marked
 
 
 def launch_forward(
@@ -90,44 +88,13 @@ def launch_forward(
     return o, lse
 
 
-def launch_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    dlse: Tensor | None,
-    variant: Variant,
-    modifiers: Modifiers = PLAIN,
-    packing: Packing | None = None,
-    *,
-    configs: KernelConfigs | None = None,
-    use_descriptors: bool | None = None,
-) -> Gradients:
-    """Return ``dq``, ``dk`` and ``dv``, laid out like ``q``, ``k`` and ``v``, and ``dsinks``.
-
-    ``o`` and ``lse`` are what `launch_forward` returned; ``do`` and ``dlse [B, H, M]`` (None for
-    zero) are the gradients of the loss with respect to them.
-    """
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    num_sequences, ends = sequence_ends(packing)
-    statistics = launch_row_statistics(o, do, lse, dlse, num_sequences)
-    options = Options(variant, float32_precision(q.dtype), configs, use_descriptors, num_sequences)
-    # a sink is one more key, of which the loops need to know no more than lse tells
-    buffers = (*modifiers[:3], *ends)
-    key = (layout_key(q, k, v, do, *buffers), options)
-    extras = [statistics, *(statistics if x is None else x for x in buffers)]
-    if dk.numel() > 0:
-        prepare_it = partial(prepare_dk_dv, q, k, v, do, dk, dv, modifiers, options)
-        prepared(("dk_dv", key), prepare_it)(q, k, v, do, dk, dv, *extras)
-    if dq.numel() > 0:
-        prepare_it = partial(prepare_dq, q, k, v, do, dq, modifiers, options)
-        prepared(("dq", key), prepare_it)(q, k, v, do, dq, *extras)
-    dsinks = None
-    if modifiers.sinks is not None:
-        dsinks = sink_gradient(modifiers.sinks, lse, statistics[:, :, 1, : q.shape[2]])
-    return Gradients(dq, dk, dv, None, dsinks)
+def redo_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, variant: Variant) -> None:
+    """Compute anew, in ``o`` and ``lse``, the tiles of rows in which some row's lse is NaN."""
+    options = Options(variant, float32_precision(q.dtype), None, None, redoes=True)
+    key = ("forward", layout_key(q, k, v, o), options)
+    launch = prepared(key, partial(prepare_forward, q, k, v, o, PLAIN, options))
+    _, ends = sequence_ends(None)
+    launch(q, k, v, o, lse, *[lse] * len((*PLAIN, *ends)))
 
 
 def sequence_ends(packing: Packing | None) -> tuple[int | None, tuple[Tensor | None, ...]]:
@@ -160,39 +127,29 @@ def empty_like_q(q: Tensor, head_dim_v: int, *, rows_first: bool = False) -> Ten
     return torch.empty((*q.shape[:3], head_dim_v), device=q.device, dtype=q.dtype)
 
 
-def launch_row_statistics(
-    o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, num_sequences: int | None = None
-) -> Tensor:
-    """Return ``lse`` and ``rowsum(do * o) - dlse`` as float32 ``[B, H, 2, padded M]``."""
-    batch, num_heads, seqlen_q, _ = o.shape
-    padded_q = padded_rows(seqlen_q)
-    statistics = torch.empty((batch, num_heads, 2, padded_q), device=o.device, dtype=torch.float32)
-    if statistics.numel() == 0:
-        return statistics
-    lse = lse.contiguous()
-    dlse = lse if dlse is None else dlse.contiguous()
-    has_dlse = dlse is not lse
-    key = ("row_statistics", layout_key(o, do, lse, dlse), has_dlse, num_sequences)
-    prepare_it = partial(prepare_row_statistics, o, do, has_dlse, num_sequences)
-    launch = prepared(key, prepare_it)
-    launch(o, do, lse, dlse, statistics)
-    return statistics
-
-
 def prepare_forward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, modifiers: Modifiers, options: Options
 ) -> PreparedLaunch:
     """Prepare o and lse: one program per head and query tile."""
     config = (options.configs or default_configs(q, v)).forward
+    if options.redoes:
+        config = redo_config(config)
     batch, num_heads, seqlen_q, _ = q.shape
     scale = options.variant.scale
     spec = kernel_spec(q, v, config, modifiers, options)
     # folded into the exponential, a factor of 0 would make NaN of hidden scores, which are -inf
     prescaled = spec.PRESCALED or scale * LOG2_E < SMALLEST_FACTOR
     scalars = (num_heads, num_heads // k.shape[1], seqlen_q, k.shape[2], options.num_sequences or 0)
+    kernel = flash_attention_forward_kernel
+    grid = tile_grid(batch, num_heads, seqlen_q, config.block_m, options.num_sequences)
+    if options.redoes:
+        kernel = flash_attention_redo_kernel
+        most = triton.cdiv(REDO_PROGRAMS, batch * num_heads)
+        programs = max(triton.cdiv(grid[1], REDO_TILES.value), min(grid[1], most))
+        grid = (grid[0], programs)
     return prepare(
-        flash_attention_forward_kernel,
-        tile_grid(batch, num_heads, seqlen_q, config.block_m, options.num_sequences),
+        kernel,
+        grid,
         {"q": q, "k": k, "v": v, "o": o},
         7,
         modifiers,
@@ -203,83 +160,15 @@ def prepare_forward(
     )
 
 
-def prepare_dk_dv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    modifiers: Modifiers,
-    options: Options,
-) -> PreparedLaunch:
-    """Prepare dk and dv: one program per key head and key tile."""
-    config = (options.configs or default_configs(q, v)).dk_dv
-    batch, num_heads_k, seqlen_k, _ = k.shape
-    seqlen_q, scale = q.shape[2], options.variant.scale
-    scalars = (num_heads_k, q.shape[1] // num_heads_k, seqlen_q, padded_rows(seqlen_q), seqlen_k)
-    return prepare(
-        flash_attention_dk_dv_kernel,
-        tile_grid(batch, num_heads_k, seqlen_k, config.block_n, options.num_sequences),
-        {"q": q, "k": k, "v": v, "do": do, "dk": dk, "dv": dv},
-        6,
-        modifiers,
-        (*scalars, options.num_sequences or 0, scale, scale * LOG2_E, *window_scalars(options)),
-        config,
-        dataclasses.replace(
-            kernel_spec(q, v, config, modifiers, options), IS_GROUPED=q.shape[1] > num_heads_k
-        ),
-        options.use_descriptors,
-    )
+def redo_config(forward: BlockConfig) -> BlockConfig:
+    """Return the redo kernel's configuration, given the forward's: tiles have at most 64 rows.
 
-
-def prepare_dq(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    dq: Tensor,
-    modifiers: Modifiers,
-    options: Options,
-) -> PreparedLaunch:
-    """Prepare dq: one program per head and query tile."""
-    config = (options.configs or default_configs(q, v)).dq
-    batch, num_heads, seqlen_q, _ = q.shape
-    scale = options.variant.scale
-    scalars = (num_heads, num_heads // k.shape[1], seqlen_q, padded_rows(seqlen_q), k.shape[2])
-    return prepare(
-        flash_attention_dq_kernel,
-        tile_grid(batch, num_heads, seqlen_q, config.block_m, options.num_sequences),
-        {"q": q, "k": k, "v": v, "do": do, "dq": dq},
-        6,
-        modifiers,
-        (*scalars, options.num_sequences or 0, scale, scale * LOG2_E, *window_scalars(options)),
-        config,
-        kernel_spec(q, v, config, modifiers, options),
-        options.use_descriptors,
-    )
-
-
-def prepare_row_statistics(
-    o: Tensor, do: Tensor, has_dlse: bool, num_sequences: int | None
-) -> PreparedLaunch:
-    """Prepare the row statistics: one program per head and tile of padded rows."""
-    batch, num_heads, seqlen_q, _ = o.shape
-    padded_q = padded_rows(seqlen_q)
-    options = Options(Variant(1.0), "ieee", None, False, num_sequences)
-    heads, tiles = tile_grid(batch, num_heads, padded_q, STATISTICS_CONFIG.block_m)
-    return prepare(
-        flash_attention_row_statistics_kernel,
-        # a row needs nothing but itself: packed ones are one long sequence, in the packed order
-        (heads, tiles) if num_sequences is None else (tiles, heads),
-        {"o": o, "do": do},
-        3,
-        None,
-        (num_heads, seqlen_q, padded_q, has_dlse),
-        STATISTICS_CONFIG,
-        kernel_spec(o, o, STATISTICS_CONFIG, PLAIN, options),
-        options.use_descriptors,
-    )
+    So few are done again for one that failed.  Nor would 128 rows fit at head_dim 256, because q
+    and o do not share room where the tile lies within a loop.
+    """
+    block_m = min(forward.block_m, REDO_BLOCK_M)
+    num_warps = forward.num_warps * block_m // forward.block_m
+    return dataclasses.replace(forward, block_m=block_m, num_warps=num_warps)
 
 
 def prepare(
@@ -347,11 +236,6 @@ def kernel_spec(
         HAS_SINKS=modifiers.sinks is not None,
         IS_PACKED=options.num_sequences is not None,
     )
-
-
-def padded_rows(seqlen_q: int) -> int:
-    """Return a number of query rows rounded up to `ROW_PADDING`."""
-    return triton.cdiv(seqlen_q, ROW_PADDING) * ROW_PADDING
 
 
 def float32_precision(dtype: torch.dtype) -> str:

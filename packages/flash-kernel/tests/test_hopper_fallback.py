@@ -1,0 +1,109 @@
+"""Where the Hopper kernels cannot be had: the portable ones stand in, and say so once."""
+
+import sys
+import warnings
+
+import pytest
+import torch
+
+from flash_kernel import attention_reference, dispatch
+from flash_kernel._hopper.config import BuildFailure
+from flash_kernel.autograd import run_forward
+from flash_kernel.request import Plan, Request
+from flash_kernel.testing import make_qkv
+from flash_kernel.variant import PLAIN, Variant
+
+pytest.importorskip("triton.experimental.gluon", reason="it is Gluon that is taken away here")
+
+REQUEST = Request(
+    device=torch.device("cuda"),
+    capability=90,
+    dtype=torch.bfloat16,
+    seqlen_q=512,
+    seqlen_k=512,
+    head_dim=64,
+    head_dim_v=64,
+    group=1,
+    variant=Variant(0.125),
+    modifiers=frozenset(),
+    trained=frozenset(),
+    return_lse=False,
+)
+
+
+@pytest.fixture(autouse=True)
+def _working_triton(monkeypatch):
+    monkeypatch.setattr(dispatch, "triton_failure", lambda device: None)
+    caches = dispatch._gluon_failure, dispatch.warn_of_portable_path
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.fixture
+def no_gluon(monkeypatch):
+    monkeypatch.delitem(sys.modules, "flash_kernel._hopper.compat", raising=False)
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+
+
+@pytest.fixture
+def broken_compiler(monkeypatch):
+    """A kernel that no compiler takes, and that counts how often it was tried."""
+    from flash_kernel._hopper import launch
+
+    class Kernel:
+        tries = 0
+
+        def __getitem__(self, grid):
+            self.tries += 1
+            raise KeyError("no such layout\nand where it was missed")
+
+    kernel = Kernel()
+    broken = launch.Launch(kernel, (1, 1), [None] * 3, (), {})
+    monkeypatch.setattr(launch, "launch_forward", lambda q, k, v, variant: broken(q, k, v))
+    return kernel
+
+
+def test_auto_warns_once_where_gluon_is_missing(no_gluon):
+    with pytest.warns(RuntimeWarning, match=r"portable Triton kernels: .* needs Triton's Gluon"):
+        plan = dispatch.resolve(REQUEST, impl="auto", backward="auto")
+    assert (plan.impl, plan.backward) == ("triton", "triton")
+    with warnings.catch_warnings(record=True) as second:
+        warnings.simplefilter("always")
+        dispatch.resolve(REQUEST, impl="auto", backward="auto")
+    assert second == []
+
+
+def test_named_hopper_raises_where_gluon_is_missing(no_gluon):
+    with pytest.raises(RuntimeError, match="impl='hopper' needs Triton's Gluon, which fails"):
+        dispatch.resolve(REQUEST, impl="hopper", backward="auto")
+
+
+def test_auto_warns_once_where_the_compiler_fails(broken_compiler, device):
+    q, k, v = make_qkv(1, 2, 9, 9, 16, dtype=torch.float32, device=device)
+    plan = Plan("hopper", "triton")
+    message = "portable Triton kernels: .* cannot be built: KeyError: 'no such layout"
+    with pytest.warns(RuntimeWarning, match=message):
+        o, _ = run_forward(plan, q, k, v, Variant(0.25), PLAIN)
+    torch.testing.assert_close(o, attention_reference(q, k, v)[0], rtol=1e-5, atol=1e-5)
+    with warnings.catch_warnings(record=True) as second:
+        warnings.simplefilter("always")
+        run_forward(plan, q, k, v, Variant(0.25), PLAIN)
+    assert second == []
+    assert broken_compiler.tries == 1, "what failed is not compiled at each call"
+
+
+def test_named_hopper_raises_where_the_compiler_fails(broken_compiler, device):
+    q, k, v = make_qkv(1, 2, 9, 9, 16, dtype=torch.float32, device=device)
+    with pytest.raises(BuildFailure, match="cannot be built: KeyError"):
+        run_forward(Plan("hopper", "triton", impl_is_named=True), q, k, v, Variant(0.25), PLAIN)
+
+
+def test_packed_and_cached_keys_are_refused():
+    for layout in ("packed", "cache"):
+        request = REQUEST._replace(layout=layout, is_assumed=True)
+        assert dispatch.resolve(request, impl="auto", backward="auto").impl == "triton"
+        with pytest.raises(ValueError, match=f"takes dense tensors only, got the layout '{layout}"):
+            dispatch.resolve(request, impl="hopper", backward="auto")
