@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,20 @@ VALUES = ("v", "o", "do", "dv")  # tensors as wide as v
 FLOATS = ("scale", "scale_log2", "softcap")
 POINTERS = {"mask_ptr": "*i1", "bias_ptr": None}  # others are float32; None: the dtype of q
 SASS_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", re.MULTILINE)
+
+# products, exponentials, and waits for all products but some number
+STEP = re.compile(r"(HGMMA)|MUFU\.(EX2)|WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)")
+
+
+def order_of_steps(cubin: bytes) -> str:
+    """Return the products, exponentials and waits in the order of the instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [str(TOOLS / "cuobjdump"), "-sass", file.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = ["".join(found) for found in STEP.findall(sass)]
+    runs = ((name, len(list(same))) for name, same in groupby(names))
+    return " ".join(f"wait<={name}" if name.isdigit() else f"{n}x{name}" for name, n in runs)
 
 
 def argument_types(kernel: Any, spec: KernelSpec, dtype: str) -> tuple[dict[str, Any], dict, dict]:

@@ -28,7 +28,7 @@ from flash_kernel.variant import Modifiers, Variant, make_variant
 IMPLS = ("auto", "hopper", "triton", "torch", "mock", "reference")
 BACKWARDS = ("auto", "hopper", "triton", "compiled", "dense")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-GPU_ORDER = ("hopper", "triton", "torch", "reference")
+GPU_ORDER = ("hopper", "triton", "torch", "reference")  # what `auto` tries
 KERNELS = ("hopper", "triton")  # a backward of any of them takes what a forward of any saved
 CPU_ORDER = ("torch", "reference")
 
@@ -139,8 +139,15 @@ def resolve(request: Request, *, impl: str, backward: str) -> Plan:
         if value not in known:
             msg = f"`{name}` must be one of {', '.join(map(repr, known))}, got {value!r}."
             raise ValueError(msg)
-    order = GPU_ORDER if request.device.type == "cuda" else CPU_ORDER
-    return first_plan(request, order if impl == "auto" else (impl,), backward)
+    return first_plan(request, candidates_for(request) if impl == "auto" else (impl,), backward)
+
+
+def candidates_for(request: Request) -> tuple[str, ...]:
+    """Return what ``impl="auto"`` may choose among, best first; see `hopper.FEW_ROWS`."""
+    if request.device.type != "cuda":
+        return CPU_ORDER
+    is_short = max(request.seqlen_q, request.seqlen_k) <= hopper.FEW_ROWS
+    return tuple(impl for impl in GPU_ORDER if not (is_short and impl == "hopper"))
 
 
 def first_plan(request: Request, candidates: tuple[str, ...], backward: str) -> Plan:
@@ -167,17 +174,10 @@ def _own_backward(request: Request, impl: str, backward: str) -> str:
         return backward
     if impl in KERNELS:
         for kernels in KERNELS[KERNELS.index(impl) :]:
-            if kernels == "hopper" and _is_short(request):
-                continue
             if refuse_backward(request, impl, kernels) is None:
                 return kernels
         return "dense"
     return "mock" if impl == "mock" else "autograd"
-
-
-def _is_short(request: Request) -> bool:
-    """Say whether the host's part of a Hopper backward would take longer than the portable one."""
-    return max(request.seqlen_q, request.seqlen_k) <= hopper.SHORT_SEQLEN
 
 
 def refuse_impl(request: Request, impl: str) -> Exception | None:
@@ -275,13 +275,13 @@ def hopper_refusal(request: Request, option: str, head_dims: tuple[int, ...]) ->
 
 def hopper_lacks(request: Request, head_dims: tuple[int, ...]) -> str | None:
     """Return what a request wants that the Hopper kernels do not have, or None."""
+    if request.layout != "dense":
+        return f"takes dense tensors only, got the layout {request.layout!r}"
     if request.head_dim != request.head_dim_v:
         return f"needs v as wide as q, got {request.head_dim_v} and {request.head_dim}"
     if request.head_dim not in head_dims:
         known = ", ".join(map(str, head_dims)) or "none yet"
         return f"takes a `head_dim` among {known}, got {request.head_dim}"
-    if request.layout != "dense":
-        return f"has no {request.layout} layout"
     if request.modifiers:
         return f"has no {', '.join(sorted(request.modifiers))}"
     if request.variant.softcap is not None:

@@ -7,12 +7,11 @@ import torch
 CAPABILITY = 90  # compute capability 9.0 alone: wgmma exists nowhere else
 OLDEST_TRITON = (3, 6)
 DTYPES = (torch.float16, torch.bfloat16)
-MAX_SEQLEN = 1 << 28  # rows are counted in 32 bits, and doubled
+MAX_SEQLEN = 1 << 28  # rows are counted in 32 bits
+# heads of so few rows, of q and of k, take the GPU less time than a Hopper launch takes the host
+FEW_ROWS = 256
 SMALLEST_SCALE = 1e-30  # the running maximum is that of unscaled scores: a scale must be positive
 BACKWARD_HEAD_DIMS: tuple[int, ...] = (64, 128)
-# up to this many queries and keys `auto` takes the portable backward: the GPU waits for the host,
-# and launches without descriptors take less of its time
-SHORT_SEQLEN = 256
 
 WARPGROUP_ROWS = 64  # query rows of one warpgroup: the M of a wgmma
 
