@@ -7,16 +7,11 @@ A script of its own, because a process in which Triton interprets cannot compile
 
 import argparse
 import json
-import re
-import subprocess
-import tempfile
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from compile_kernels import TOOLS, inspect_cuda
+from compile_kernels import inspect_cuda, order_of_steps
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -26,19 +21,6 @@ from flash_kernel._hopper.backward_launch import describers, specify
 from flash_kernel.variant import Variant
 
 POINTERS = {"dq_sum_ptr": "*fp32", "counters_ptr": "*i32"}
-# products, exponentials, and waits for all products but some number
-STEP = re.compile(r"(HGMMA)|MUFU\.(EX2)|WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)")
-
-
-def order_of_steps(cubin: bytes) -> str:
-    """Return the products, exponentials and waits in the order of the instructions."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        command = [str(TOOLS / "cuobjdump"), "-sass", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    names = ["".join(found) for found in STEP.findall(sass)]
-    runs = ((name, len(list(same))) for name, same in groupby(names))
-    return " ".join(f"wait<={name}" if name.isdigit() else f"{n}x{name}" for name, n in runs)
 
 
 def descriptor_types(head_dim: int, spec: BackwardSpec) -> dict[str, str]:

@@ -198,7 +198,9 @@ def test_hopper_takes_whole_tensors_only(layout):
         ("impl", dispatch.refuse_impl(assumed, "hopper")),
         ("backward", dispatch.refuse_backward(assumed, "triton", "hopper")),
     ):
-        assert str(refuse).startswith(f"{option}='hopper' has no {layout} layout. Pass")
+        assert str(refuse).startswith(
+            f"{option}='hopper' takes dense tensors only, got the layout {layout!r}. Pass"
+        )
 
 
 def test_numpy_numbers_are_scales():

@@ -22,19 +22,6 @@ def test_explain_needs_no_gpu_to_say_what_one_would_run():
 
 
 @pytest.mark.parametrize(
-    ("seqlen_q", "seqlen_k", "kernels"),
-    [(256, 256, "triton"), (257, 256, "hopper"), (1, 257, "hopper")],
-)
-def test_short_sequences_get_the_portable_kernels_whatever_the_batch(seqlen_q, seqlen_k, kernels):
-    for batch in (1, 1000):
-        shapes = (batch, 8, seqlen_q, 64), (batch, 8, seqlen_k, 64)
-        answer = explain(*shapes)
-        assert (answer.impl, answer.backward) == (kernels, kernels)
-        assert not answer.refusals
-        assert explain(*shapes, backward="hopper").backward == "hopper"
-
-
-@pytest.mark.parametrize(
     ("wish", "impl", "backward", "refused"),
     [
         ({"capability": None}, "torch", "autograd", "impl='triton'"),

@@ -147,7 +147,8 @@ def candidates_for(request: Request) -> tuple[str, ...]:
     """Return what ``impl="auto"`` may choose among, best first."""
     if request.device.type != "cuda":
         return CPU_ORDER
-    return tuple(impl for impl in GPU_ORDER if not (impl == "hopper" and has_few_rows(request)))
+    has_few_rows = max(request.seqlen_q, request.seqlen_k) <= hopper.FEW_ROWS
+    return tuple(impl for impl in GPU_ORDER if not (impl == "hopper" and has_few_rows))
 
 
 def first_plan(request: Request, candidates: tuple[str, ...], backward: str) -> Plan:
@@ -174,17 +175,10 @@ def _own_backward(request: Request, impl: str, backward: str) -> str:
         return backward
     if impl in KERNELS:
         for kernels in KERNELS[KERNELS.index(impl) :]:
-            if kernels == "hopper" and has_few_rows(request):
-                continue
             if refuse_backward(request, impl, kernels) is None:
                 return kernels
         return "dense"
     return "mock" if impl == "mock" else "autograd"
-
-
-def has_few_rows(request: Request) -> bool:
-    """Say whether a Hopper launch would take the host longer than the portable one; any batch."""
-    return max(request.seqlen_q, request.seqlen_k) <= hopper.FEW_ROWS
 
 
 def refuse_impl(request: Request, impl: str) -> Exception | None:
@@ -291,8 +285,6 @@ def hopper_lacks(request: Request, head_dims: tuple[int, ...]) -> str | None:
     if request.head_dim not in head_dims:
         known = ", ".join(map(str, head_dims)) or "none yet"
         return f"takes a `head_dim` among {known}, got {request.head_dim}"
-    if request.layout != "dense":
-        return f"has no {request.layout} layout"
     if request.modifiers:
         return f"has no {', '.join(sorted(request.modifiers))}"
     if request.variant.softcap is not None:

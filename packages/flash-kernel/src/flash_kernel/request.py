@@ -37,8 +37,8 @@ class Request(NamedTuple):
     modifiers: frozenset[str]  # names of those there are
     trained: frozenset[str]  # names of those that want a gradient
     return_lse: bool
-    is_deterministic: bool = True
     layout: str = "dense"  # or "packed" sequences, or a "cache" of keys and values
+    is_deterministic: bool = True
     is_assumed: bool = False  # the device is described, not there: whether it launches is not asked
 
 
