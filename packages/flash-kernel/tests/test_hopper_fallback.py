@@ -91,7 +91,7 @@ def test_auto_warns_once_where_the_compiler_fails(broken_compiler, device):
     with warnings.catch_warnings(record=True) as second:
         warnings.simplefilter("always")
         run_forward(plan, q, k, v, Variant(0.25), PLAIN)
-    assert second == []
+    assert not [x for x in second if "portable" in str(x.message)]
     assert broken_compiler.tries == 1, "what failed is not compiled at each call"
 
 

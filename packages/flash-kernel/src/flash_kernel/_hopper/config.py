@@ -8,8 +8,8 @@ CAPABILITY = 90  # compute capability 9.0 alone: wgmma exists nowhere else
 OLDEST_TRITON = (3, 6)
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_SEQLEN = 1 << 28  # rows are counted in 32 bits
-# up to so many queries and keys `auto` takes the portable kernels: the GPU waits for the host, and
-# launches without descriptors take less of its time
+# `auto` leaves heads of so few rows, of q and of k, to the portable kernels: the host needs less
+# time for one launch without descriptors than for two with them, and the GPU hardly any
 FEW_ROWS = 256
 SMALLEST_SCALE = 1e-30  # the running maximum is that of unscaled scores: a scale must be positive
 BACKWARD_HEAD_DIMS: tuple[int, ...] = (64, 128)
