@@ -164,7 +164,7 @@ def compile_all(options: argparse.Namespace) -> None:
             (flash_attention_decode_kernel, config, False),
             (flash_attention_combine_kernel, BlockConfig(), False),
         ]
-    for kernel, config, takes_descriptors in kernels:
+    for kernel, config, takes_descriptors in kernels[:1] if options.first else kernels:
         spec = KernelSpec(
             HEAD_DIM=options.head_dim,
             HEAD_DIM_V=options.head_dim,
@@ -192,7 +192,9 @@ def compile_all(options: argparse.Namespace) -> None:
             "triton": triton.__version__,
             "shared_bytes": compiled.metadata.shared,
         }
-        if not options.hip:
+        if options.hip:
+            report["tensor_core_ops"] = compiled.asm["amdgcn"].count("v_mfma")
+        else:
             report |= inspect_cuda(compiled, options.capability)
         print(json.dumps(report), flush=True)
 
@@ -206,6 +208,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--pointers", action="store_true")
+    parser.add_argument("--first", action="store_true", help="the first kernel alone")
     parser.add_argument("--all-features", action="store_true")
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--decode", action="store_true", help="the kernels of a cache instead")

@@ -221,13 +221,31 @@ def test_autocast_converts_the_inputs_for_every_implementation(impl, device):
     assert q.grad.dtype == torch.float32
 
 
+# torch's own, when a dual tensor is made
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("impl", ["triton", "mock"])
-def test_functional_transforms_raise_in_words(impl, device):
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_functional_transforms_raise_in_words(transform, impl, device):
     q, k, v = (x.to(device) for x in QKV)
+
+    def transformed(impl):
+        def fn(q):
+            return flash_attention(q, k, v, impl=impl)
+
+        if transform == "grad":
+            return torch.func.grad(lambda q: fn(q).sum())(q)
+        if transform == "vmap":
+            return torch.func.vmap(fn)(q[None])
+        return torch.func.jvp(fn, (q,), (q,))[1]
+
     with pytest.raises(RuntimeError, match=r"torch.func transforms .* Pass impl='reference'"):
-        torch.func.grad(lambda q: flash_attention(q, k, v, impl=impl).sum())(q)
-    gradient = torch.func.grad(lambda q: flash_attention(q, k, v, impl="reference").sum())(q)
-    assert gradient.isfinite().all()
+        transformed(impl)
+    o, pull_back = torch.autograd.functional.vjp(
+        lambda q: attention_reference(q, k, v)[0], q, 0 * q + 1
+    )
+    _, pushed = torch.autograd.functional.jvp(lambda q: attention_reference(q, k, v)[0], q, q)
+    expected = {"grad": pull_back, "vmap": o[None], "jvp": pushed}[transform]
+    torch.testing.assert_close(transformed("reference"), expected)
 
 
 # torch's own, when a dual tensor is made

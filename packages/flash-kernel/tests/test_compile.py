@@ -1,11 +1,18 @@
-"""Under ``torch.compile``: the operators' fakes, and graphs without a break."""
+"""Under ``torch.compile``, in exported programs, in checkpoints: operators, and graphs of them."""
 
+import io
 import shutil
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from flash_kernel import FlashAttention, flash_attention
+from flash_kernel import FlashAttention, autograd, flash_attention, ops
 from flash_kernel.ops import backward_op, forward_op
 from flash_kernel.testing import make_qkv
 
@@ -72,3 +79,68 @@ def test_full_graph_compiles_and_equals_eager(impl, device):
     gradients = torch.autograd.grad(compiled.square().sum(), (q, k, v))
     torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, impl):
+        super().__init__()
+        self.impl = impl
+        self.projection = torch.nn.Linear(16, 16)
+
+    def forward(self, q, k, v):
+        return flash_attention(self.projection(q), k, v, is_causal=True, impl=self.impl)
+
+
+# torch's own, where 2.11 loads a program
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
+@pytest.mark.parametrize("impl", ["triton", "auto"])
+def test_exported_module_is_saved_loaded_and_equal_at_another_length(impl, device):
+    module = Attention(impl).to(device)
+    example = make_qkv(1, 2, 8, 8, 16, dtype=torch.float32, device=device)
+    seqlen = torch.export.Dim("seqlen", min=2, max=64)
+    program = torch.export.export(module, example, dynamic_shapes=({2: seqlen},) * 3)
+    targets = {node.target for node in program.graph.nodes}
+    assert (torch.ops.flash_kernel.forward.default in targets) == (
+        impl == "triton" or device == "cuda"
+    )
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    other = make_qkv(1, 2, 13, 13, 16, dtype=torch.float32, device=device)
+    torch.testing.assert_close(loaded(*other), module(*other))
+
+
+def save_attention(ctx, op, *args, **kwargs):
+    if op is torch.ops.flash_kernel.forward.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(("is_compiled", "num_forwards"), [(True, 1), (False, 2)])
+def test_selective_checkpoint_keeps_attention_where_it_is_an_operator(
+    is_compiled, num_forwards, device, monkeypatch
+):
+    """Compiled, the attention that a policy keeps runs once; eager, where it is none, twice."""
+    forwards = []
+
+    def counted(*args):
+        forwards.append(args[0])
+        return run_forward(*args)
+
+    run_forward = autograd.run_forward
+    monkeypatch.setattr(ops, "run_forward", counted)
+    monkeypatch.setattr(autograd, "run_forward", counted)
+
+    def layer(q, k, v):
+        return flash_attention(2 * q, k, v, impl="triton").sin()
+
+    q, k, v = make_qkv(1, 2, 8, 8, 16, dtype=torch.float32, device=device, requires_grad=True)
+    expected = torch.autograd.grad(layer(q, k, v).sum(), (q, k, v))
+    forwards.clear()
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if is_compiled else layer
+    contexts = partial(create_selective_checkpoint_contexts, save_attention)
+    o = checkpoint(run, q, k, v, use_reentrant=False, context_fn=contexts)
+    gradients = torch.autograd.grad(o.sum(), (q, k, v))
+    assert forwards == ["triton"] * num_forwards
+    torch.testing.assert_close(gradients, expected)

@@ -13,7 +13,10 @@ import pytest
 
 pytest.importorskip("triton", reason="compiling needs Triton")
 
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED_BYTES = {
+    75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10,
+    "gfx942": 64 << 10,
+}  # fmt: skip
 
 
 TRAINING = ["forward_kernel", "row_statistics_kernel", "dk_dv_kernel", "dq_kernel"]
@@ -52,11 +55,34 @@ def test_half_precision_uses_tensor_cores_within_shared_memory(capability, head_
     for report in with_products(compile_kernels(*options, "--causal")):
         assert report["tensor_core_ops"] > 0, report
         assert report["shared_bytes"] <= SHARED_BYTES[capability], report
-        assert report["spilled_bytes"] <= 1024, report
+        # a causal kernel has a second, exact pass for results that are not finite; at 256 it spills
+        assert report["spilled_bytes"] <= (1024 if head_dim < 256 else 2560), report
         assert not report["serialized"], report
         if capability == 90:
             assert report["bulk_copies"] > 0, report
             assert report["opcodes"]["HGMMA"] > 0, report
+
+
+def test_kernels_of_consumer_blackwell_fit_it():
+    for report in with_products(compile_kernels("--capability", "120", "--head-dim", "64")):
+        assert report["tensor_core_ops"] > 0, report
+        assert report["bulk_copies"] > 0, report
+        assert report["shared_bytes"] <= SHARED_BYTES[120], report
+        assert report["spilled_bytes"] <= 1024, report
+
+
+def test_kernels_of_amd_use_matrix_cores_and_fit():
+    for report in with_products(compile_kernels("--hip", "gfx942", "--head-dim", "64")):
+        assert report["tensor_core_ops"] > 0, report
+        assert report["shared_bytes"] <= SHARED_BYTES["gfx942"], report
+
+
+def test_forward_compiles_for_turing_within_its_shared_memory():
+    """Triton multiplies there without tensor cores: it runs, slowly."""
+    options = ("--capability", "75", "--head-dim", "16", "--dtype", "fp16", "--first")
+    (forward,) = compile_kernels(*options, kernels=TRAINING[:1])
+    assert forward["shared_bytes"] <= SHARED_BYTES[75], forward
+    assert forward["tensor_core_ops"] == 0, "Triton knows Turing's tensor cores: say so"
 
 
 def test_odd_head_dim_compiles_by_pointers_on_hopper():

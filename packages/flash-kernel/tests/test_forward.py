@@ -230,15 +230,45 @@ def test_result_does_not_depend_on_batch_neighbours(device):
     assert torch.equal(together[1:2], alone)
 
 
-def test_float32_is_exact_unless_torch_allows_tf32(device):
+MATMUL = torch.backends.cuda.matmul
+SWITCHES = {
+    "fp32_precision": (partial(setattr, MATMUL, "fp32_precision"), "tf32", "ieee"),
+    "fp32_precision of CUDA": (
+        partial(setattr, torch.backends.cudnn, "fp32_precision"),
+        "tf32",
+        "ieee",
+    ),
+    "fp32_precision of all": (partial(setattr, torch.backends, "fp32_precision"), "tf32", "ieee"),
+    "allow_tf32": (partial(setattr, MATMUL, "allow_tf32"), True, False),
+    "matmul_precision high": (torch.set_float32_matmul_precision, "high", "highest"),
+    "matmul_precision medium": (torch.set_float32_matmul_precision, "medium", "highest"),
+}
+
+
+@pytest.fixture
+def restored_precision():
+    places = (torch.backends, torch.backends.cudnn, MATMUL)
+    before = [place.fp32_precision for place in places]
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for place, precision in zip(places, before, strict=True):
+        place.fp32_precision = precision
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.usefixtures("restored_precision")
+def test_every_switch_of_torch_for_tf32_is_obeyed(switch):
+    turn, on, off = SWITCHES[switch]
+    assert launch.float32_precision(torch.float32) == "ieee"
+    turn(on)
+    assert launch.float32_precision(torch.float32) == "tf32"
+    assert launch.float32_precision(torch.float16) == "ieee"
+    turn(off)
+    assert launch.float32_precision(torch.float32) == "ieee"
+
+
+def test_float32_is_exact_by_default(device):
     """The original ran float32 as TF32, behind a tolerance of 1e-2."""
-    precision = torch.backends.cuda.matmul.fp32_precision
-    try:
-        for allowed, expected in (("ieee", "ieee"), ("tf32", "tf32")):
-            torch.backends.cuda.matmul.fp32_precision = allowed
-            assert launch.float32_precision(torch.float32) == expected
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = precision
     q, k, v = make_qkv(1, 2, 130, 130, 64, dtype=torch.float32, device=device)
     errors = assert_matches_reference(partial(TRITON, is_causal=True), q, k, v, is_causal=True)
     assert errors.o.max < 5e-6  # TF32 is off by about 1e-3

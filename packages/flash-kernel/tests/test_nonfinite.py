@@ -84,3 +84,13 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_no_other(hider, where, 
     elif where == "k" and math.isnan(value):
         assert got["o"][:, :, rows].isnan().all()
         assert got["lse"][:, :, rows].isnan().all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "mock", "torch"])
+def test_hidden_key_that_is_not_finite_stays_out_of_the_forward_of_dense_products(impl):
+    q, k, v = (torch.randn(1, 1, 12, 16) for _ in range(3))
+    expected = flash_attention(q, k, v, is_causal=True, impl=impl)
+    k[..., -1, 3] = math.nan
+    o = flash_attention(q, k, v, is_causal=True, impl=impl)
+    torch.testing.assert_close(o[..., :-1, :], expected[..., :-1, :])
+    assert o[..., -1, :].isnan().all()

@@ -11,8 +11,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flash_kernel.reference import attention_reference, visible_mask
-from flash_kernel.variant import Variant
+from flash_kernel.reference import (
+    attention_reference,
+    bias_scores,
+    cap_scores,
+    hidden_pairs,
+    repeat_heads,
+    sum_groups,
+)
+from flash_kernel.variant import PLAIN, Modifiers, Variant, make_variant
 
 AttentionImpl = Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]]
 
@@ -100,25 +107,40 @@ def expect(
     dlse: Tensor | None = None,
     is_causal: bool,
     scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    modifiers: Modifiers = PLAIN,
 ) -> Expectation:
-    """Compute the float64 results and the bounds, on the device of ``q``, a few heads at a time."""
+    """Compute the float64 results and the bounds, on the device of ``q``.
+
+    Without modifiers and shared heads a few heads at a time, so that length is no obstacle.
+    """
     if do is None:
         generator = torch.Generator().manual_seed(1)
-        do = torch.randn(q.shape, generator=generator).to(device=q.device, dtype=q.dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+        o_shape = (*q.shape[:-1], v.shape[-1])
+        do = torch.randn(o_shape, generator=generator).to(device=q.device, dtype=q.dtype)
     state_dtype = torch.promote_types(q.dtype, torch.float32)
     no_dlse = torch.zeros(q.shape[:-1], dtype=state_dtype, device=q.device)
     inputs = [x.detach() for x in (q, k, v, do, no_dlse if dlse is None else dlse)]
     double = [x.double() for x in inputs]
 
-    dense = partial(attention_reference, is_causal=is_causal, scale=scale)
-    results = _per_head(partial(_outputs_and_gradients, dense), *double)
-    baseline = _per_head(partial(_outputs_and_gradients, dense), *inputs)
-    noise = _per_head(
-        partial(_rounding_noise, is_causal=is_causal, scale=scale, dtype=q.dtype),
-        *double,
-        results["lse"],
+    variant = make_variant(
+        q.shape[-1], is_causal=is_causal, scale=scale, window=window, softcap=softcap
     )
+    dense = partial(
+        attention_reference,
+        is_causal=is_causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        **modifiers._asdict(),
+    )
+    run = partial(_outputs_and_gradients, dense)
+    rounded = partial(_rounding_noise, variant=variant, modifiers=modifiers, dtype=q.dtype)
+    is_split = not modifiers.tensors and q.shape[:-2] == k.shape[:-2]
+    apply = _per_head if is_split else _at_once
+    results, baseline = apply(run, *double), apply(run, *inputs)
+    noise = apply(rounded, *double, results["lse"])
     bounds = {name: _bound(baseline[name], results[name], noise[name]) for name in results}
     return Expectation(q, k, v, do, dlse, results, AttentionErrors(**bounds))
 
@@ -132,7 +154,7 @@ def _outputs_and_gradients(
     upstream = [do] if dlse is None else [do, dlse]
     if len(results) < len(upstream):
         raise ValueError("`dlse` needs an implementation that returns (o, lse), got only o.")
-    _check_outputs(results, q)
+    _check_outputs(results, q, v)
     gradients = torch.autograd.grad(results[: len(upstream)], leaves, upstream)
     named = dict(zip(("o", "lse"), results, strict=False))
     named |= dict(zip(_GRADIENTS, gradients, strict=True))
@@ -147,8 +169,8 @@ def _rounding_noise(
     dlse: Tensor,
     lse: Tensor,
     *,
-    is_causal: bool,
-    scale: float,
+    variant: Variant,
+    modifiers: Modifiers,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """Expected error of each result if sums are kept in float32 and only o is stored in ``dtype``.
@@ -159,30 +181,42 @@ def _rounding_noise(
     """
     state_unit = _STATE_UNITS * _unit(torch.promote_types(dtype, torch.float32))
     unit2, state_unit2 = _unit(dtype) ** 2, state_unit**2
+    k_heads, (k, v) = k, (repeat_heads(k, q), repeat_heads(v, q))
     lse = lse.masked_fill(lse == -math.inf, math.inf)[..., None]  # [..., M, 1]; p of such rows is 0
-    s = scale * (q @ k.mT)
+    capped = cap_scores(q @ k.mT, variant)
+    s = bias_scores(capped, variant, modifiers)
     p = torch.exp(s - lse)  # [..., M, N]
-    if is_causal:
-        p = p.masked_fill(
-            ~visible_mask(q.shape[-2], k.shape[-2], Variant(scale, right=0), q.device), 0.0
-        )
+    hidden = hidden_pairs(s.shape[-2], s.shape[-1], variant, modifiers, s.device)
+    if hidden is not None:
+        p, s, capped = (x.masked_fill(hidden, 0.0) for x in (p, s, capped))
     dp = do @ v.mT
     dp_less_delta = dp - (p * dp).sum(-1, keepdim=True) + dlse[..., None]
     o_of_do = (do * (p @ v)).square().sum(-1)
 
     q2, k2, v2, do2 = q.square(), k.square(), v.square(), do.square()
-    # of the products, and of the sum at the size it reaches: scores are computed more than once, in
-    # orders that differ, and lse, which is as large as they are, is rounded between
-    s2 = state_unit2 * (scale**2 * (q2 @ k2.mT) + s.square())
+    # of the products, and of the sums at the size they reach: scores are computed more than once,
+    # in orders that differ, and lse, which is as large as they are, is rounded between
+    t = torch.zeros_like(s) if variant.softcap is None else capped / variant.softcap
+    slope2 = (1 - t**2) ** 2  # of tanh, which the products pass, and the gradients back
+    products2 = slope2 * variant.scale**2 * (q2 @ k2.mT)
+    s2 = state_unit2 * (products2 + capped.square() + (s - capped).square())
     p2 = p.square() * (state_unit2 + s2)
     o2 = p2 @ v2
     dp2 = state_unit2 * (do2 @ v2.mT)
     delta2 = (do2 * o2).sum(-1) + unit2 * o_of_do + state_unit2 * dlse.square()
     ds2 = p2 * dp_less_delta.square() + p.square() * (dp2 + delta2[..., None])
-    ds2 *= scale**2
+    if variant.softcap is not None:
+        slope_error2 = state_unit2 + (2 * t / variant.softcap) ** 2 * s2
+        ds2 = slope2 * ds2 + slope_error2 * (p * dp_less_delta).square()
+    ds2 *= variant.scale**2
     lse2 = state_unit2 * lse.square().squeeze(-1) + (p.square() * s2).sum(-1)
-    squares = {"o": o2, "lse": lse2, "dq": ds2 @ k2, "dk": ds2.mT @ q2, "dv": p2.mT @ do2}
+    dk2, dv2 = (sum_groups(x, k_heads) for x in (ds2.mT @ q2, p2.mT @ do2))
+    squares = {"o": o2, "lse": lse2, "dq": ds2 @ k2, "dk": dk2, "dv": dv2}
     return {name: square.sqrt() for name, square in squares.items()}
+
+
+def _at_once(compute: Callable[..., dict[str, Tensor]], *inputs: Tensor) -> dict[str, Tensor]:
+    return compute(*inputs)
 
 
 def _per_head(compute: Callable[..., dict[str, Tensor]], *inputs: Tensor) -> dict[str, Tensor]:
@@ -200,10 +234,13 @@ def _per_head(compute: Callable[..., dict[str, Tensor]], *inputs: Tensor) -> dic
     return {name: x.reshape(*leading, *x.shape[1:]) for name, x in joined.items()}
 
 
-def _check_outputs(results: list[Tensor], q: Tensor) -> None:
+def _check_outputs(results: list[Tensor], q: Tensor, v: Tensor) -> None:
     """A result of the wrong shape might broadcast, one of the wrong dtype look too accurate."""
     state_dtype = torch.promote_types(q.dtype, torch.float32)
-    forms = {"o": (q.dtype, list(q.shape)), "lse": (state_dtype, list(q.shape[:-1]))}
+    forms = {
+        "o": (q.dtype, [*q.shape[:-1], v.shape[-1]]),
+        "lse": (state_dtype, list(q.shape[:-1])),
+    }
     for (name, (dtype, shape)), result in zip(forms.items(), results, strict=False):
         if (result.dtype, list(result.shape)) != (dtype, shape):
             msg = f"`{name}` must be {dtype} {shape}, got {result.dtype} {list(result.shape)}."

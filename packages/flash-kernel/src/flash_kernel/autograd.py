@@ -115,7 +115,8 @@ def run_forward(
         return flash_attention_mock_forward(
             q, k, v, is_causal=variant.right == 0, scale=variant.scale
         )
-    return dense_attention(q, k, v, variant, modifiers)
+    # a backward that rebuilds p from lse finds 1 for their sum only in the same, exact scores
+    return dense_attention(q, k, v, variant, modifiers, rounds_scores=False)
 
 
 def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from flash_kernel.gradients import Gradients, sink_gradient
-from flash_kernel.reference import bias_scores, cap_scores, hidden_pairs, repeat_heads
+from flash_kernel.reference import (
+    bias_scores,
+    cap_scores,
+    hidden_pairs,
+    repeat_heads,
+    sum_groups,
+)
 from flash_kernel.variant import PLAIN, Modifiers, Variant
 
 
@@ -67,15 +73,6 @@ def flash_attention_backward(
     dk, dv = (sum_groups(x, k) for x in (ds.mT @ q, dv))
     dsinks = None if modifiers.sinks is None else sink_gradient(modifiers.sinks, lse, delta)
     return Gradients(ds @ k_each, dk, dv, dbias, dsinks)
-
-
-def sum_groups(x: Tensor, k: Tensor) -> Tensor:
-    """Sum what each query head gives to the key head that it shares."""
-    if x.shape[:-2] == k.shape[:-2]:
-        return x
-    # no -1 for the group: of a tensor without keys it would say nothing
-    group = x.shape[-3] // max(1, k.shape[-3])
-    return x.reshape(*k.shape[:-2], group, *x.shape[-2:]).sum(-3)
 
 
 @functools.cache

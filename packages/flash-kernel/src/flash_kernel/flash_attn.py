@@ -14,7 +14,8 @@ Arguments that all these functions share:
 - ``window_size``: the keys seen before and after a row's own position.
 - ``softcap``: scores become ``softcap * tanh(scores / softcap)``.
 - ``alibi_slopes``: ``[H]`` or ``[B, H]``.
-- ``deterministic`` changes nothing: results are bitwise repeatable in any case.
+- ``deterministic=False`` allows a gradient of q whose last bits differ from run to run, where that
+  is faster; packed sequences are bitwise repeatable in any case.
 - ``return_attn_probs`` returns ``(out, lse, None)`` instead of ``out``: float32 ``lse``, and None
   where flash-attn has the mask of its dropout.
 
@@ -62,6 +63,7 @@ def flash_attn_func(
     """
     _refuse_dropout(dropout_p)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options["deterministic"] = deterministic
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if not return_attn_probs:
         alone: Tensor = flash_attention(q, k, v, **options)

@@ -70,12 +70,22 @@ def attention_reference(
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, variant: Variant, modifiers: Modifiers = PLAIN
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: Variant,
+    modifiers: Modifiers = PLAIN,
+    *,
+    rounds_scores: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``o`` and ``lse`` of inputs that have been checked."""
+    """Return ``o`` and ``lse`` of inputs that have been checked.
+
+    ``rounds_scores`` to the dtype of the inputs, as an eager model does; or as they are.
+    """
     k, v = repeat_heads(k, q), repeat_heads(v, q)
     state_dtype = torch.promote_types(q.dtype, torch.float32)
-    s = (q @ k.mT).to(state_dtype)  # [..., M, N]
+    score_dtype = q.dtype if rounds_scores else state_dtype
+    s = (q.to(score_dtype) @ k.mT.to(score_dtype)).to(state_dtype)  # [..., M, N]
     s = bias_scores(cap_scores(s, variant), variant, modifiers)
     hidden = hidden_pairs(s.shape[-2], s.shape[-1], variant, modifiers, s.device)
     if hidden is not None:
@@ -97,6 +107,15 @@ def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     if x.dim() < 4 or x.shape[-3] == q.shape[-3]:
         return x
     return x.repeat_interleave(q.shape[-3] // x.shape[-3], dim=-3)
+
+
+def sum_groups(x: Tensor, k: Tensor) -> Tensor:
+    """Sum what each query head gives to the key head that it shares."""
+    if x.shape[:-2] == k.shape[:-2]:
+        return x
+    # no -1 for the group: of a tensor without keys it would say nothing
+    group = x.shape[-3] // max(1, k.shape[-3])
+    return x.reshape(*k.shape[:-2], group, *x.shape[-2:]).sum(-3)
 
 
 def cap_scores(s: Tensor, variant: Variant) -> Tensor:

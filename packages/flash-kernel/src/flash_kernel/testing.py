@@ -8,6 +8,8 @@ An implementation is ``fn(q, k, v) -> o`` or ``-> (o, lse)``; bind ``is_causal``
 Errors are absolute and measured against `attention_reference` in float64.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from flash_kernel._tolerance import (
     TensorError,
     expect,
 )
+from flash_kernel.variant import PLAIN, Modifiers
 
 __all__ = [
     "AttentionErrors",
@@ -79,6 +82,9 @@ def assert_matches_reference(
     *,
     is_causal: bool,
     scale: float | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    modifiers: Modifiers = PLAIN,
     do: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> AttentionErrors:
@@ -97,22 +103,33 @@ def assert_matches_reference(
     inf.  Where the dense baseline itself overflows it earns no tolerance.
 
     Args:
-        fn: ``fn(q, k, v) -> o`` or ``-> (o, lse)``; bind the same ``is_causal`` and ``scale``.
-        q: ``[..., M, D]``, on any device; ``k`` and ``v`` are ``[..., N, D]``.
+        fn: ``fn(q, k, v) -> o`` or ``-> (o, lse)``; bind the same options as are given here.
+        q: ``[..., H, M, D]``, on any device; ``k [..., H_kv, N, D]``, ``v [..., H_kv, N, D_v]``.
         k: See ``q``.
         v: See ``q``.
         is_causal: Bottom-right aligned causal mask.
         scale: ``D ** -0.5`` by default.
+        window: As in `attention_reference`, like ``softcap``.
+        softcap: See ``window``.
+        modifiers: Bias, mask, ALiBi slopes and sinks; their gradients are not looked at.
         do: Gradient of o, standard normal by default.
         dlse: Gradient of lse, none by default.
 
     Returns:
         The errors of ``fn``.
     """
-    expected = expect(q, k, v, do, dlse=dlse, is_causal=is_causal, scale=scale)
+    options: Any = {
+        "is_causal": is_causal,
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "modifiers": modifiers,
+    }
+    expected = expect(q, k, v, do, dlse=dlse, **options)
     errors = expected.errors_of(fn)
     violations = expected.violations(errors)
     if violations:
-        case = f"q {list(q.shape)}, k {list(k.shape)}, {q.dtype}, {is_causal=}, {scale=}"
+        given = ", ".join(f"{name}={value}" for name, value in options.items())
+        case = f"q {list(q.shape)}, k {list(k.shape)}, {q.dtype}, {given}"
         raise AssertionError("\n".join([f"attention is wrong for {case}:", *violations]))
     return errors
