@@ -1,5 +1,6 @@
 """Fixtures: a model that trains in milliseconds, and tokens to train it on."""
 
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -58,3 +59,17 @@ def token_file(tmp_path) -> TokenFile:
 @pytest.fixture
 def random_tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 257, size=2000)
+
+
+@pytest.fixture
+def forget_flash(monkeypatch) -> None:
+    """Have flash-kernel looked for anew, in this test and by the next: a backend is probed once."""
+    for module in ("flash_kernel", "tiny_llm.attention.flash", "tiny_llm.attention.flash_backend"):
+        # set before it is removed: only then is it also gone afterwards if it is not there now
+        monkeypatch.setitem(sys.modules, module, None)
+        del sys.modules[module]
+
+
+@pytest.fixture
+def flash_missing(forget_flash, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_kernel", None)

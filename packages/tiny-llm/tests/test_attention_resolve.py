@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
@@ -41,13 +40,6 @@ CPU = replace(H200, device="cpu", capability=None, dtype="float32")
 
 def codes(name, request):
     return [reason.code for reason in attention.backend(name).limits(request)]
-
-
-@pytest.fixture
-def without_flash(monkeypatch):
-    for module in ("flash", "flash_backend"):
-        monkeypatch.delitem(sys.modules, f"tiny_llm.attention.{module}", raising=False)
-    monkeypatch.setitem(sys.modules, "flash_kernel", None)
 
 
 @pytest.fixture
@@ -148,7 +140,7 @@ def test_explicit_choice_that_cannot_serve_raises_every_reason_and_fix_in_one_li
     assert not isinstance(caught.value, MissingExtraError)
 
 
-@pytest.mark.usefixtures("without_flash")
+@pytest.mark.usefixtures("flash_missing")
 def test_missing_package_is_one_reason_among_others():
     with pytest.raises(AttentionUnavailable) as caught:
         resolve(replace(H200, dtype="float64"), "flash")
@@ -157,7 +149,7 @@ def test_missing_package_is_one_reason_among_others():
     assert "install tiny-llm[flash]" in str(caught.value)
 
 
-@pytest.mark.usefixtures("without_flash")
+@pytest.mark.usefixtures("flash_missing")
 def test_auto_takes_the_first_valid_backend_and_logs_what_it_passed_over(caplog):
     with caplog.at_level(logging.INFO, logger="tiny_llm.attention"):
         resolution = resolve(H200, "auto")

@@ -1,7 +1,5 @@
 """The registry lists without importing, and says what is wrong."""
 
-import sys
-
 import pytest
 import torch
 
@@ -12,19 +10,6 @@ from tiny_llm.attention.sdpa import sdpa_attention
 from tiny_llm.config import ModelConfig
 from tiny_llm.errors import ConfigError, TinyLLMError
 from tiny_llm.transformer import Transformer
-
-
-@pytest.fixture
-def flash_missing(monkeypatch):
-    forget_flash(monkeypatch)
-    monkeypatch.setitem(sys.modules, "flash_kernel", None)
-
-
-def forget_flash(monkeypatch):
-    """Have flash-kernel looked for anew: a backend is probed once."""
-    for module in ("flash", "flash_backend"):
-        monkeypatch.delitem(sys.modules, f"tiny_llm.attention.{module}", raising=False)
-
 
 BUILT_IN = (
     "eager",
@@ -59,11 +44,10 @@ def test_missing_flash_kernel_is_an_import_error_that_names_the_extra():
     assert isinstance(caught.value, TinyLLMError)
 
 
+@pytest.mark.usefixtures("forget_flash")
 def test_broken_flash_kernel_is_reported_with_its_own_words(monkeypatch, tmp_path):
     (tmp_path / "flash_kernel.py").write_text("import no_such_dependency")
     monkeypatch.syspath_prepend(tmp_path)
-    forget_flash(monkeypatch)
-    monkeypatch.delitem(sys.modules, "flash_kernel", raising=False)
     with pytest.raises(ImportError, match="cannot be imported: No module named 'no_such_dep"):
         attention.get("flash")
 

@@ -129,18 +129,17 @@ def has_failed(acc, total, rows, shape, SPEC: gl.constexpr):
     """Say for which rows the fixed reference was too far from the scores.
 
     The sum bounds every p.  It is at least that of the first block's maximum, 1 before the shift,
-    for every row that sees a key.  O has a bound of its own only where v can be large.
+    for every row that sees a key.  An O that is not finite has overflowed, or been reached by a
+    hidden value, which is 0 * NaN here and left out by the other kernel.
     """
     HEAD_DIM: gl.constexpr = acc.shape[1]
     HALF: gl.constexpr = SPEC.SHIFT > 0
     MOST: gl.constexpr = 2.0**15 if HALF else 2.0**64
     LEAST: gl.constexpr = 2.0 ** -(SPEC.SHIFT + 1)
-    checked = total
-    if not HALF:  # NaN where O has an infinity or a NaN
-        sums = gl.sum(sums_by_thread(acc, HEAD_DIM), 1)
-        checked += 0.0 * gl.convert_layout(sums, total.type.layout)
-    holds = (checked < MOST) & (checked > LEAST)  # not for NaN
-    return sees_a_key(rows, shape, SPEC) & (holds == 0)
+    sums = gl.convert_layout(gl.sum(sums_by_thread(acc, HEAD_DIM), 1), total.type.layout)
+    holds = (total < MOST) & (total > LEAST)  # not for NaN
+    is_finite = sums * 0.0 == 0.0
+    return (sees_a_key(rows, shape, SPEC) & (holds == 0)) | (is_finite == 0)
 
 
 @gluon.jit

@@ -23,9 +23,9 @@ scores, as long as nothing overflows.  So the row maximum of the first block alo
 row: the loop computes no maximum, moves nothing between lanes and never rescales O, 463 -> 309
 instructions a step at d = 128, with which d = 128 at n = 16k went from 631 to over 700 TFLOP/s.
 Where the sum of a row's exponentials passes 2^64 relative to that reference (2^15 for float16), or
-is NaN, or O overflows, the fixed reference has failed for that row.  Its lse is written as NaN, and
-the launch that follows computes such tiles anew by the portable kernel's online softmax.  So what a
-row gets depends on its own tile alone, and has the same bits whatever else is in the batch.
+is NaN, or O is not finite, the fixed reference has failed for that row.  Its lse is written as NaN,
+and the launch that follows computes such tiles anew by the portable kernel's online softmax.  So
+what a row gets depends on its own tile alone, and has the same bits whatever else is in the batch.
 
 Measured on an H200; docs/hopper-log.md has the numbers and what did not help.
 """
