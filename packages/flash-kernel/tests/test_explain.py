@@ -122,6 +122,21 @@ def test_explain_refuses_what_does_not_exist(wish, message):
         explain(*SHAPES, **wish)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "layout", "message"),
+    [
+        ([(64,), (64,)], "dense", "`q` must have at least two dimensions"),
+        ([(1, 8, 9, 64), (1, 3, 9, 64)], "dense", "must divide the 8 heads of `q`, got 3"),
+        ([(1, 8, 9, 64), (1, 8, 9, 32)], "dense", r"`k` must have shape \[1, 8, N, 64\]"),
+        ([(9, 8, 64), (9, 0, 64)], "packed", "must divide the 8 heads of `q`, got 0"),
+        ([(3, 8, 1, 64), (2, 8, 9, 64)], "cache", r"`k_cache` must have shape \[3, 8, rows, 64\]"),
+    ],
+)
+def test_explain_refuses_shapes_that_the_call_would_refuse(shapes, layout, message):
+    with pytest.raises(ValueError, match=message):
+        explain(*shapes, layout=layout)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_merged_parts_equal_one_call_over_all_keys(dtype):
     q, k, v = make_qkv(1, 2, 20, 70, 16, dtype=dtype, requires_grad=True)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from flash_kernel.cache import Cache, check_cache
 from flash_kernel.dispatch import (
     BACKWARDS,
     IMPLS,
@@ -13,9 +14,10 @@ from flash_kernel.dispatch import (
     refuse_impl,
     resolve,
 )
+from flash_kernel.packed import check_packed_qkv
 from flash_kernel.request import Request
-from flash_kernel.validation import check_options
-from flash_kernel.variant import Modifiers, make_variant
+from flash_kernel.validation import check_options, check_qkv
+from flash_kernel.variant import PLAIN, Modifiers, make_variant
 
 
 class _Layout(NamedTuple):
@@ -96,10 +98,13 @@ def explain(
         deterministic: As in `flash_attention`.
 
     Raises:
+        TypeError: A dtype that is unsupported.
         ValueError: A name that does not exist, or that the function of this layout does not take;
-            a shape of another number of dimensions.
+            shapes that the function would refuse.
     """
+    v_shape = k_shape if v_shape is None else v_shape
     _check_layout(layout, q_shape, k_shape)
+    _check_shapes(layout, (q_shape, k_shape, v_shape), dtype)
     _check_modifiers(layout, (*modifiers, *trained))
     if layout == "cache" and (trained or backward != "auto"):
         msg = "flash_attention_with_kvcache has no gradients: leave out `trained` and `backward`."
@@ -107,6 +112,7 @@ def explain(
     check_options(is_causal=is_causal, window=window, softcap=softcap, deterministic=deterministic)
     is_cpu = capability is None
     rows, heads = (0, 1) if layout == "packed" else (-2, -3)
+    has_heads = layout != "dense" or len(q_shape) >= 4
     request = Request(
         device=torch.device("cpu" if is_cpu else "cuda"),
         capability=capability or 0,
@@ -114,8 +120,8 @@ def explain(
         seqlen_q=q_shape[rows],
         seqlen_k=k_shape[rows],
         head_dim=q_shape[-1],
-        head_dim_v=(v_shape or k_shape)[-1],
-        group=q_shape[heads] // k_shape[heads] if layout != "dense" or len(q_shape) >= 4 else 1,
+        head_dim_v=v_shape[-1],
+        group=q_shape[heads] // max(1, k_shape[heads]) if has_heads else 1,
         variant=make_variant(
             q_shape[-1], is_causal=is_causal, scale=None, window=window, softcap=softcap
         ),
@@ -138,6 +144,18 @@ def _check_layout(layout: str, *shapes: Sequence[int]) -> None:
         got = " and ".join(str(list(shape)) for shape in shapes)
         msg = f"shapes must have {num_dims} dimensions with layout={layout!r}, got {got}."
         raise ValueError(msg)
+
+
+def _check_shapes(layout: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+    """Raise what the function of a layout would raise for tensors of these shapes."""
+    q, k, v = (torch.empty(tuple(shape), dtype=dtype, device="meta") for shape in shapes)
+    if layout == "dense":
+        check_qkv(q, k, v)
+    elif layout == "packed":
+        check_packed_qkv(q, k, v)
+    else:
+        lengths = torch.empty(q.shape[0], dtype=torch.int32, device="meta")
+        check_cache(q, Cache(k, v, lengths, None), None, None, PLAIN)
 
 
 def _check_modifiers(layout: str, names: Sequence[str]) -> None:
