@@ -30,6 +30,7 @@ from flash_kernel._hopper import (
     reduce,
 )
 from flash_kernel._hopper.backward_launch import LOG2_E
+from flash_kernel._triton.prepared import is_aligned
 from flash_kernel.reference import dense_attention
 from flash_kernel.variant import Modifiers, Variant
 
@@ -255,6 +256,15 @@ def test_layout_the_copy_engine_cannot_read_is_refused_with_advice():
     lse = torch.randn(1, 2, 8)
     with pytest.raises(ValueError, match=r"`q` .* got strides .* Pass backward='triton'"):
         backward_launch.launch_backward(q[..., 1:], k, k, k, lse, k, None, Variant(0.125))
+
+
+def test_contiguous_gradient_at_an_odd_address_is_copied_to_an_aligned_one():
+    do = torch.randn(1 + 2 * 8 * 64)[1:].view(1, 2, 8, 64)  # as a slice of a larger gradient
+    assert do.is_contiguous()
+    assert not is_aligned(do)
+    copy = backward_launch.copied(do)
+    assert is_aligned(copy)
+    assert torch.equal(copy, do)
 
 
 MODES = pytest.mark.parametrize("is_deterministic", [True, False], ids=["ordered", "fast"])

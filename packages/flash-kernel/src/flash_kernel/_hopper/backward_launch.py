@@ -37,7 +37,7 @@ class Launches(NamedTuple):
     start: PreparedLaunch
     main: PreparedLaunch
     end: PreparedLaunch
-    copies_do: bool  # do has to be made contiguous first
+    copies_do: bool  # do has to be copied to where it is contiguous and aligned
     floats: int  # of the row statistics
     sums: tuple[int, int]  # the shape of the sums of dq
     counters: int
@@ -90,12 +90,17 @@ def launch_backward(
     )  # fmt: skip
     launches = prepared(key, prepare_it)
     if launches.copies_do:
-        do = do.contiguous()
+        do = copied(do)
     statistics, sums, counters = launches.workspace(q.device)
     launches.start(o, do, lse, lse if dlse is None else dlse, statistics, sums, counters)
     launches.main(q, k, v, do, dk, dv, statistics, sums, sums, counters)
     launches.end(dq, statistics, sums)
     return Gradients(dq, dk, dv)
+
+
+def copied(do: Tensor) -> Tensor:
+    """Copy a gradient to memory of its own; a contiguous one may only start at a wrong address."""
+    return do.clone(memory_format=torch.contiguous_format)
 
 
 def prepare_backward(
@@ -117,7 +122,7 @@ def prepare_backward(
     batch, num_heads, seqlen_q, _ = q.shape
     blocks = batch * num_heads * triton.cdiv(seqlen_q, spec.BLOCK_M)
     rows = blocks * spec.BLOCK_M
-    do = do.contiguous() if copies_do else do
+    do = copied(do) if copies_do else do
     return Launches(
         prepare_start(o, do, variant.scale, spec, has_dlse=has_dlse),
         prepare_main(q, k, variant, spec),
