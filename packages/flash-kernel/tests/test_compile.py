@@ -12,7 +12,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from flash_kernel import FlashAttention, autograd, flash_attention, ops
+from flash_kernel import (
+    FlashAttention,
+    autograd,
+    flash_attention,
+    flash_attention_varlen,
+    ops,
+)
 from flash_kernel.ops import backward_op, forward_op
 from flash_kernel.testing import make_qkv
 
@@ -46,6 +52,38 @@ def test_operators_pass_opcheck(impl, backward, contiguous, device):
     saved = [None if x is None else x.detach() for x in inputs]
     saved += [o, lse, torch.randn_like(o), None]
     torch.library.opcheck(backward_op, (*saved, *options, False))
+
+
+def test_gradient_of_slopes_is_as_in_eager_mode_or_refused(device):
+    q, k, v = make_qkv(1, 2, 5, 7, 8, dtype=torch.float32, device=device)
+    slopes = torch.tensor([0.1, 0.2], device=device, requires_grad=True)
+
+    def dense(slopes):
+        return flash_attention(q, k, v, alibi_slopes=slopes, impl="reference").sum()
+
+    compiled = torch.compile(dense, backend="aot_eager", fullgraph=True)
+    (expected,) = torch.autograd.grad(dense(slopes), slopes)
+    (found,) = torch.autograd.grad(compiled(slopes), slopes)
+    torch.testing.assert_close(found, expected)
+
+    rows, ends = torch.randn(9, 2, 8, device=device), torch.tensor([0, 4, 9], device=device)
+
+    def packed(slopes):
+        return flash_attention_varlen(
+            rows, rows, rows, ends, ends, alibi_slopes=slopes, impl="reference"
+        )
+
+    packed(slopes)
+    with pytest.raises(Exception, match="gradient of `alibi_slopes` needs packed sequences"):
+        torch.compile(packed, backend="aot_eager", fullgraph=True)(slopes)
+
+
+def test_second_order_through_the_operator_is_refused_in_words(device):
+    q, k, v = make_qkv(1, 2, 5, 7, 8, dtype=torch.float32, device=device)
+    variant = (0.25, None, None, None)
+    o, _ = forward_op(q.requires_grad_(), k, v, *[None] * 4, *variant, "reference", "dense", True)
+    with pytest.raises(RuntimeError, match=r"create_graph=True .* Pass impl='reference'"):
+        torch.autograd.grad(o.sum(), q, create_graph=True)
 
 
 @NEEDS_COMPILER

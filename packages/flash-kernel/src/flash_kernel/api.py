@@ -145,8 +145,11 @@ def _traced(
     variant, impl, backward = request.variant, options.impl, options.backward
     width = max(request.head_dim, request.head_dim_v)
     for_triton = q.is_cuda and q.dtype in TRITON_DTYPES and width <= 256
-    if (impl == "auto" and not for_triton and backward == "auto") or impl == "torch":
-        candidates = ("torch", "reference") if impl == "auto" else ("torch",)
+    # the operator has no gradient of slopes: what has one, torch traces
+    trains_slopes = "alibi_slopes" in request.trained
+    is_default = impl == "auto" and not for_triton and backward == "auto"
+    if is_default or impl == "torch" or trains_slopes:
+        candidates = ("torch", "reference") if impl == "auto" else (impl,)
         plan = first_plan(request, candidates, backward)
         return attend(plan, q, k, v, variant, modifiers)
     from flash_kernel.ops import forward_op

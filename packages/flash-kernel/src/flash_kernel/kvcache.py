@@ -116,7 +116,8 @@ def flash_attention_with_kvcache(
         return_lse: Also return the log-sum-exp of each row's scores.
         num_splits: Into how many parts, worked on at once, the kernels split the keys of a
             sequence; by default that follows from the capacity.
-        impl: As for `flash_attention`.  All but "triton" walk the sequences one by one.
+        impl: As for `flash_attention`, but "hopper", which is for dense tensors.  All but "triton"
+            walk the sequences one by one.
 
     Returns:
         ``o [B, H, M, D_v]``; with ``return_lse`` also ``lse [B, H, M]``, natural logarithm, float32

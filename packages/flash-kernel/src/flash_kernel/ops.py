@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flash_kernel.autograd import run_backward, run_forward
 from flash_kernel.dispatch import describe, resolve
+from flash_kernel.second_order import refuse_second_order
 from flash_kernel.variant import Modifiers, Variant
 
 
@@ -158,6 +159,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    refuse_second_order()
     *tensors, o, lse = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     trains_bias = ctx.needs_input_grad[4]

@@ -107,8 +107,9 @@ def flash_attention_varlen(
         alibi_slopes: ``[H]`` or ``[B, H]``; adds ``-slope * |i + N_b - M_b - j|``.
         sinks: ``[H]``; one more score in each row's denominator, without a value; learnable.
         return_lse: Also return the log-sum-exp of each row's scores.
-        impl: As for `flash_attention`.  All but "triton" walk the sequences one by one.
-        backward: As for `flash_attention`.
+        impl: As for `flash_attention`, but "hopper", which is for dense tensors.  All but "triton"
+            walk the sequences one by one.
+        backward: As for `flash_attention`, but "hopper".  Bitwise repeatable with "triton".
 
     Returns:
         ``o [total_q, H, D_v]``; with ``return_lse`` also ``lse [H, total_q]``, the natural
@@ -165,6 +166,13 @@ def _traced(
         msg = (
             "impl='torch' walks packed sequences one by one, which torch.compile cannot trace. "
             "Pass impl='auto' or impl='reference'."
+        )
+        raise ValueError(msg)
+    slopes = modifiers.alibi_slopes
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        msg = (
+            "the gradient of `alibi_slopes` needs packed sequences to be walked one by one, which "
+            "torch.compile cannot trace. Pass slopes without a gradient, or do not compile."
         )
         raise ValueError(msg)
     o, lse = packed_forward_op(
