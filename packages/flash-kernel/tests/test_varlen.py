@@ -333,3 +333,13 @@ def test_bad_input_is_refused_in_one_line(changed, error, message):
     with pytest.raises(error, match=message) as caught:
         flash_attention_varlen(**arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_functional_transforms_are_refused_in_words(device):
+    rows, ends = torch.randn(9, 2, 8, device=device), torch.tensor([0, 4, 9], device=device)
+
+    def attention(q):
+        return flash_attention_varlen(q, rows, rows, ends, ends, impl="mock").sum()
+
+    with pytest.raises(RuntimeError, match=r"flash_attention_varlen .* Pass impl='reference'"):
+        torch.func.grad(attention)(rows)

@@ -13,7 +13,7 @@ from flash_kernel.dispatch import warn_of_portable_path
 from flash_kernel.gradients import Gradients
 from flash_kernel.reference import dense_attention
 from flash_kernel.request import Plan
-from flash_kernel.second_order import refuse_second_order
+from flash_kernel.second_order import refuse_second_order, refuse_transforms
 from flash_kernel.shapes import as_batch_and_heads, as_pairs, shaped
 from flash_kernel.torch_attention import torch_attention
 from flash_kernel.variant import Modifiers, Variant
@@ -27,12 +27,7 @@ class PlannedAttention(torch.autograd.Function):
         cls, q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, variant: Variant, plan: Plan
     ) -> tuple[Tensor, Tensor]:
         """Return ``o`` and ``lse`` by the plan's forward, differentiated by its backward."""
-        if torch._C._are_functorch_transforms_active():
-            msg = (
-                "flash_attention does not run under torch.func transforms (grad, vmap, jvp, ...). "
-                "Pass impl='reference', which does."
-            )
-            raise RuntimeError(msg)
+        refuse_transforms("flash_attention")
         inputs = (q, k, v, *modifiers)
         records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         # a forward-mode level goes through `apply` too, which refuses tangents in words

@@ -17,7 +17,7 @@ from flash_kernel.packed import (
     split_packed,
 )
 from flash_kernel.request import Plan, Request
-from flash_kernel.second_order import refuse_second_order
+from flash_kernel.second_order import refuse_second_order, refuse_transforms
 from flash_kernel.variant import Modifiers, Packing, Variant
 
 
@@ -40,6 +40,7 @@ def attend_packed(
 ) -> tuple[Tensor, Tensor | None]:
     """Carry out a plan: return ``o [total_q, H, D_v]`` and, where there is one, ``lse``."""
     if plan.backward != "autograd":
+        refuse_transforms("flash_attention_varlen")
         slopes, _, _, sinks = modifiers
         o, lse = PackedAttention.apply(q, k, v, slopes, sinks, packing, variant, plan)
         return o, lse

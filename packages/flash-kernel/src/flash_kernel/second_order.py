@@ -1,4 +1,4 @@
-"""Gradients of gradients: refused, never dropped in silence."""
+"""Gradients of gradients and torch.func: refused, never dropped in silence."""
 
 import torch
 
@@ -13,5 +13,15 @@ def refuse_second_order() -> None:
         msg = (
             "this attention is differentiable once, and create_graph=True asks for more. "
             "Pass impl='reference', which is differentiable any number of times."
+        )
+        raise RuntimeError(msg)
+
+
+def refuse_transforms(function: str) -> None:
+    """Raise if a ``torch.func`` transform is active, which sees through no ``Function`` of ours."""
+    if torch._C._are_functorch_transforms_active():
+        msg = (
+            f"{function} does not run under torch.func transforms (grad, vmap, jvp, ...). "
+            "Pass impl='reference', which does."
         )
         raise RuntimeError(msg)
