@@ -136,7 +136,7 @@ SMALLEST_SPLIT = 256  # keys that a program is worth starting for; whole tiles o
 SPLIT_PROGRAMS = 256  # programs that one sequence is split into: enough to fill a large GPU
 COMBINE_ELEMENTS = 4096  # of a tile of the kernel that joins the splits
 
-# rows that a descriptor of packed sequences pretends to have; see `prepared.describe_packed`
+# rows that a descriptor of packed sequences pretends to have; see `prepared.describe_packed_blocks`
 PACKED_ROWS = 1 << 30
 
 MAX_TILES = 65535  # programs along the second axis of a grid, that of the tiles

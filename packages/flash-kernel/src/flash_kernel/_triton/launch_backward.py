@@ -78,9 +78,9 @@ def launch_row_statistics(
     statistics = torch.empty((batch, num_heads, 2, padded_q), device=o.device, dtype=torch.float32)
     if statistics.numel() == 0:
         return statistics
+    has_dlse = dlse is not None
     lse = lse.contiguous()
     dlse = lse if dlse is None else dlse.contiguous()
-    has_dlse = dlse is not lse
     key = ("row_statistics", layout_key(o, do, lse, dlse), has_dlse, num_sequences)
     prepare_it = partial(prepare_row_statistics, o, do, has_dlse, num_sequences)
     launch = prepared(key, prepare_it)
