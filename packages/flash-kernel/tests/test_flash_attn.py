@@ -150,12 +150,22 @@ X = torch.zeros(1, 4, 2, 8)
             lambda: flash_attn_varlen_func(X[0], X[0], X[0], X, X, 4, 4, block_table=X),
             "pass pages to flash_attn_with_kvcache",
         ),
+        (lambda: flash_attn_func(X[0], X[0], X[0]), r"`q` must have four dimensions, .* \[4, 2, 8"),
+        (lambda: flash_attn_with_kvcache(X, X[0], X), "`k_cache` must have four dimensions"),
+        (lambda: flash_attn_func(X, X, X, window_size=(3, None)), r"-1 for unbounded, got \(3, No"),
     ],
 )
 def test_what_is_lacking_raises_and_says_what_to_use(call, message):
     with pytest.raises(ValueError, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_tensor_is_refused_in_words():
+    with pytest.raises(TypeError, match=r"`v` must be a torch.Tensor, got list"):
+        flash_attn_func(X, X, [1])
+    with pytest.raises(TypeError, match=r"`kv` must be a torch.Tensor, got list"):
+        flash_attn_kvpacked_func(X, [1])
 
 
 def test_every_function_takes_what_flash_attn_documents():

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from flash_kernel.api import flash_attention
 from flash_kernel.kvcache import flash_attention_with_kvcache
+from flash_kernel.validation import check_kind
 from flash_kernel.varlen import flash_attention_varlen
 
 __all__ = [
@@ -64,7 +65,7 @@ def flash_attn_func(
     _refuse_dropout(dropout_p)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     options["deterministic"] = deterministic
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = _heads_first({"q": q, "k": k, "v": v})
     if not return_attn_probs:
         alone: Tensor = flash_attention(q, k, v, **options)
         return alone.transpose(1, 2).contiguous()
@@ -242,6 +243,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse: Return ``(out, lse)``.
     """
     _refuse_cache_options(rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad)
+    tensors = _heads_first({"q": q, "k_cache": k_cache, "v_cache": v_cache})
+    new = [None if x is None else _heads_first({name: x})[0] for name, x in (("k", k), ("v", v))]
     if cache_seqlens is None and k is not None:
         raise ValueError("`cache_seqlens` must be given where `k` is appended, got None.")
     if not isinstance(cache_seqlens, Tensor):
@@ -249,9 +252,8 @@ def flash_attn_with_kvcache(
         length = k_cache.shape[1] * pages if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
-    new = (None if x is None else x.transpose(1, 2) for x in (k, v))
     o, lse = flash_attention_with_kvcache(
-        *(x.transpose(1, 2) for x in (q, k_cache, v_cache)),
+        *tensors,
         *new,
         cache_seqlens=cache_seqlens,
         block_table=block_table,
@@ -271,6 +273,9 @@ def _options(
     alibi_slopes: Tensor | None,
 ) -> dict[str, Any]:
     """Translate what all functions share into this package's options."""
+    if not _is_pair(window_size):
+        msg = f"`window_size` must be two integers, -1 for unbounded, got {window_size!r}."
+        raise ValueError(msg)
     left, right = (None if side < 0 else side for side in window_size)
     return {
         "scale": softmax_scale,
@@ -281,8 +286,28 @@ def _options(
     }
 
 
+def _is_pair(window_size: object) -> bool:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        return False
+    return all(isinstance(side, int) for side in window_size)
+
+
+def _heads_first(tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Return views ``[B, H, rows, D]`` of named tensors ``[B, rows, H, D]``."""
+    for name, x in tensors.items():
+        check_kind(name, x)
+        if x.dim() != 4:
+            msg = (
+                f"`{name}` must have four dimensions, [batch, sequence, heads, head_dim], "
+                f"got shape {list(x.shape)}."
+            )
+            raise ValueError(msg)
+    return [x.transpose(1, 2) for x in tensors.values()]
+
+
 def _unpacked(packed: Tensor, name: str, count: int) -> tuple[Tensor, ...]:
     """Split ``[..., count, H, D]`` into its parts, as views."""
+    check_kind(name, packed)
     if packed.dim() < 4 or packed.shape[-3] != count:
         msg = f"`{name}` must have shape [..., {count}, heads, head_dim], got {list(packed.shape)}."
         raise ValueError(msg)
