@@ -119,7 +119,7 @@ def test_triton_refuses_a_cpu_tensor_where_it_does_not_interpret(monkeypatch):
 
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     dispatch._triton_failure.cache_clear()
-    with pytest.raises(RuntimeError, match=r"needs a CUDA tensor, got device 'cpu'. Pass impl="):
+    with pytest.raises(RuntimeError, match=r"needs a CUDA tensor, got device 'cpu'. Pass 'auto'"):
         flash_attention(*QKV, impl="triton")
     dispatch._triton_failure.cache_clear()
 

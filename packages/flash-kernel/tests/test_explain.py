@@ -122,6 +122,11 @@ def test_explain_refuses_what_does_not_exist(wish, message):
         explain(*SHAPES, **wish)
 
 
+def test_explain_takes_a_capability_as_one_number():
+    with pytest.raises(TypeError, match=r"`capability` must be an integer, .* got \(9, 0\)"):
+        explain(*SHAPES, capability=(9, 0))
+
+
 @pytest.mark.parametrize(
     ("shapes", "layout", "message"),
     [

@@ -342,7 +342,7 @@ def _triton_failure(device: torch.device) -> str | None:
     if device.type == "cpu" and knobs.runtime.interpret:
         return None
     return (
-        f"needs a CUDA tensor, got device '{device.type}'. Pass impl='auto' to run there, or set "
+        f"needs a CUDA tensor, got device '{device.type}'. Pass 'auto' to run there, or set "
         "TRITON_INTERPRET=1 before Triton is imported to interpret the kernels on a CPU (slow)."
     )
 

@@ -98,7 +98,7 @@ def explain(
         deterministic: As in `flash_attention`.
 
     Raises:
-        TypeError: A dtype that is unsupported.
+        TypeError: A dtype that is unsupported, or a capability that is no integer.
         ValueError: A name that does not exist, or that the function of this layout does not take;
             shapes that the function would refuse.
     """
@@ -110,6 +110,9 @@ def explain(
         msg = "flash_attention_with_kvcache has no gradients: leave out `trained` and `backward`."
         raise ValueError(msg)
     check_options(is_causal=is_causal, window=window, softcap=softcap, deterministic=deterministic)
+    if capability is not None and not isinstance(capability, int):
+        msg = f"`capability` must be an integer, 90 for 9.0, or None for a CPU, got {capability!r}."
+        raise TypeError(msg)
     is_cpu = capability is None
     rows, heads = (0, 1) if layout == "packed" else (-2, -3)
     has_heads = layout != "dense" or len(q_shape) >= 4
