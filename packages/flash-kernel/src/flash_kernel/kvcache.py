@@ -5,6 +5,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from flash_kernel._triton.config import MAX_SPLITS
 from flash_kernel.autocast import autocast, is_autocast
 from flash_kernel.cache import Cache, check_cache
 from flash_kernel.decode import append_to_cache, attend_to_cache, describe_cached
@@ -12,8 +13,6 @@ from flash_kernel.dispatch import resolve
 from flash_kernel.sequence_ops import cached_forward_appending_op, cached_forward_op
 from flash_kernel.validation import check_options
 from flash_kernel.variant import Modifiers, Variant, make_variant
-
-MAX_SPLITS = 128
 
 
 @overload

@@ -133,6 +133,7 @@ DECODE = {
 }
 DECODE_BLOCK_M = 64  # query rows of a decode tile, at most
 SMALLEST_SPLIT = 256  # keys that a program is worth starting for; whole tiles of every table
+MAX_SPLITS = 128  # of a sequence
 SPLIT_PROGRAMS = 256  # programs that one sequence is split into: enough to fill a large GPU
 COMBINE_ELEMENTS = 4096  # of a tile of the kernel that joins the splits
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_kernel._triton.config import (
     COMBINE_ELEMENTS,
+    MAX_SPLITS,
     SMALLEST_SPLIT,
     SPLIT_PROGRAMS,
     BlockConfig,
@@ -33,7 +34,6 @@ from flash_kernel._triton.launch import (
 from flash_kernel._triton.prepared import PreparedLaunch, layout_key, prepared
 from flash_kernel.variant import PLAIN, Modifiers, Variant
 
-MAX_SPLITS = 128
 APPEND_BLOCK_N = 16
 
 
