@@ -317,3 +317,14 @@ def test_bad_input_is_refused_in_one_line(changed, error, message):
     with pytest.raises(error, match=message) as caught:
         flash_attention_with_kvcache(**arguments)
     assert "\n" not in str(caught.value)
+
+
+# torch's own, when a dual tensor is made
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_tangent_is_refused_not_dropped(device):
+    q, k_cache = torch.randn(1, 2, 1, 16, device=device), torch.randn(1, 2, 9, 16, device=device)
+    lengths = torch.tensor([3], device=device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="no forward mode, and an input has a tangent"):
+            flash_attention_with_kvcache(dual, k_cache, k_cache, cache_seqlens=lengths)

@@ -4,6 +4,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_kernel._triton.config import MAX_SPLITS
 from flash_kernel.autocast import autocast, is_autocast
@@ -184,10 +185,20 @@ def _dispatched(
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:
     """Raise where a gradient is wanted: the cache changes in place, so there is none to be had."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    present = [x for x in tensors if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in present):
         msg = (
             "flash_attention_with_kvcache has no gradients, and an input requires one. Call it "
             "under torch.no_grad(), or train with flash_attention or flash_attention_varlen."
+        )
+        raise RuntimeError(msg)
+    if forward_ad._current_level < 0:
+        return
+    tangents = [forward_ad.unpack_dual(x).tangent for x in present]  # type: ignore[no-untyped-call]
+    if any(x is not None for x in tangents):
+        msg = (
+            "flash_attention_with_kvcache has no forward mode, and an input has a tangent. "
+            "Pass impl='reference' to flash_attention, which has."
         )
         raise RuntimeError(msg)
 
