@@ -109,6 +109,20 @@ def test_what_flash_can_do_depends_on_the_installed_version(
     assert [reason.code for reason in reasons] == ([] if has_it else [code])
 
 
+def test_flash_has_gradients_of_keys_of_given_lengths_also_where_queries_are_frozen():
+    if not attention.backend("flash").probe().ok:
+        pytest.skip("flash-kernel is not installed")
+    q, k, v = (torch.randn(2, 1, 3, 8) for _ in range(3))
+    lengths = torch.tensor([3, 2])
+    results = []
+    for name in ("flash", "eager"):
+        leaves = k.clone().requires_grad_(), v.clone().requires_grad_()
+        attend = attention.backend(name).load()
+        o = attend(q, *leaves, is_causal=False, key_lengths=lengths)
+        results.append(torch.autograd.grad(o.sum(), leaves))
+    torch.testing.assert_close(*results)
+
+
 def test_what_is_not_known_yet_is_not_refused():
     unknown = AttentionRequest(num_heads=8, head_dim=64)
     assert all(codes(name, unknown) == [] for name in attention.names())

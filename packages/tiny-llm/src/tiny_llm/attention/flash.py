@@ -54,7 +54,8 @@ def flash_attention(
         _require("packing", HAS_VARLEN)
         return _attend_packed(q, k, v, packing, is_causal=is_causal, scale=scale, window=sides)
     if key_lengths is not None:
-        if HAS_KV_CACHE and not (torch.is_grad_enabled() and q.requires_grad):
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if HAS_KV_CACHE and not trains:
             cached: Tensor = flash_kernel.flash_attention_with_kvcache(
                 *(q, k, v),
                 cache_seqlens=key_lengths,
