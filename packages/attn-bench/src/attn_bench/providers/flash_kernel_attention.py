@@ -142,6 +142,7 @@ FLASH_KERNEL_PROVIDERS = (
         partial(_build_flash, "hopper", "hopper"),
         why_unavailable=_why_no_hopper,
         why_unsupported=_hopper_cannot,
+        deterministic=True,
     ),
     Provider(
         "flash-torch",
