@@ -19,7 +19,7 @@ PARALLEL = "--numprocesses=auto"
 # a file to a process: what its tests share, such as two trained processes, is made once
 BY_FILE = (PARALLEL, "--dist=loadfile")
 # left to compile-kernel, which runs it with two versions of Triton
-NOT_COMPILE_ONLY = "--ignore-glob=*/test_compile_only*.py"
+NOT_COMPILE_ONLY = f"--ignore-glob={ROOT / KERNEL}/tests/test_compile_only*.py"
 
 
 def sync(session: nox.Session, *args: str) -> None:

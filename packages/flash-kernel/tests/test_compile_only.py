@@ -125,7 +125,8 @@ def test_decoding_compiles_with_the_cache_on_its_way_in_advance(capability, opti
     assert decode["tensor_core_ops"] > 0
     assert 64 << 10 <= decode["shared_bytes"] <= SHARED_BYTES[capability], decode
     assert decode["opcodes"]["LDGSTS"] > 0, decode  # asynchronous copies
-    assert decode["spilled_bytes"] <= 1024, decode
+    # with every feature, in the exact pass for results that are not finite
+    assert decode["spilled_bytes"] <= (2048 if "--all-features" in options else 0), decode
     assert append["spilled_bytes"] == combine["spilled_bytes"] == 0
 
 
