@@ -54,6 +54,13 @@ def test_operators_pass_opcheck(impl, backward, contiguous, device):
     torch.library.opcheck(backward_op, (*saved, *options, False))
 
 
+def test_default_compiles_where_its_first_choice_is_refused(device):
+    q, k, v = make_qkv(1, 2, 5, 7, 8, dtype=torch.float32, device=device)
+    attention = partial(flash_attention, softcap=2.0, return_lse=True)  # torch has neither
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+
+
 def test_gradient_of_slopes_is_as_in_eager_mode_or_refused(device):
     q, k, v = make_qkv(1, 2, 5, 7, 8, dtype=torch.float32, device=device)
     slopes = torch.tensor([0.1, 0.2], device=device, requires_grad=True)

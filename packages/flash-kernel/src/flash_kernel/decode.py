@@ -15,8 +15,10 @@ def describe_cached(
     q: Tensor, cache: Cache, variant: Variant, modifiers: Modifiers, *, return_lse: bool
 ) -> Request:
     """Return the request that valid tensors make."""
-    request = describe(q, cache.k, cache.v, variant, modifiers, return_lse=return_lse)
-    return request._replace(layout="cache", seqlen_k=cache.capacity)
+    request = describe(
+        q, cache.k, cache.v, variant, modifiers, return_lse=return_lse, layout="cache"
+    )
+    return request._replace(seqlen_k=cache.capacity)
 
 
 def append_to_cache(impl: str, cache: Cache, k: Tensor, v: Tensor) -> None:

@@ -107,6 +107,7 @@ def describe(
     modifiers: Modifiers,
     *,
     return_lse: bool,
+    layout: str = "dense",
     is_deterministic: bool = True,
 ) -> Request:
     """Return the request that valid tensors make."""
@@ -125,6 +126,7 @@ def describe(
         modifiers=frozenset(present),
         trained=frozenset(trained),
         return_lse=return_lse,
+        layout=layout,
         is_deterministic=is_deterministic,
     )
 
@@ -155,7 +157,10 @@ def first_plan(request: Request, candidates: tuple[str, ...], backward: str) -> 
     """Return the first candidate's plan that is not refused, or raise the last refusal."""
     refusal: Exception | None = None
     for candidate in candidates:
-        refusal = refuse_impl(request, candidate) or refuse_backward(request, candidate, backward)
+        # not `or`: torch.compile of torch 2.11 cannot ask whether an exception is true
+        refusal = refuse_impl(request, candidate)
+        if refusal is None:
+            refusal = refuse_backward(request, candidate, backward)
         if refusal is None:
             return Plan(
                 candidate,

@@ -25,8 +25,8 @@ def describe_packed(
     q: Tensor, k: Tensor, v: Tensor, variant: Variant, modifiers: Modifiers, *, return_lse: bool
 ) -> Request:
     """Return the request that valid tensors make."""
-    request = describe(*as_one_batch(q, k, v), variant, modifiers, return_lse=return_lse)
-    return request._replace(layout="packed")
+    views = as_one_batch(q, k, v)
+    return describe(*views, variant, modifiers, return_lse=return_lse, layout="packed")
 
 
 def attend_packed(
