@@ -149,3 +149,13 @@ def test_packed_lengths_and_sinks_are_honoured(device):
     assert weights is None
     with pytest.raises(ValueError, match=r"output_attentions=True .* attn_implementation='eager'"):
         flash_kernel.transformers.attend(module, q, k, v, None, output_attentions=True)
+
+
+def test_position_bias_between_packed_sequences_is_refused(device):
+    q = torch.randn(1, 2, 11, 8, device=device)
+    ends = torch.tensor([0, 4, 11], dtype=torch.int32, device=device)
+    bias = torch.zeros(1, 2, 11, 11, device=device)
+    with pytest.raises(ValueError, match=r"take no `position_bias`: pad them to a batch"):
+        flash_kernel.transformers.attend(
+            torch.nn.Module(), q, q, q, None, cu_seq_lens_q=ends, position_bias=bias
+        )

@@ -94,7 +94,14 @@ def attend(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     cu_seqlens_q = kwargs.get("cu_seq_lens_q")
-    if attention_mask is None and position_bias is None and cu_seqlens_q is not None:
+    # a mask keeps packed sequences apart by itself
+    if attention_mask is None and cu_seqlens_q is not None:
+        if position_bias is not None:
+            msg = (
+                "packed sequences (`cu_seq_lens_q`) take no `position_bias`: pad them to a batch, "
+                "or use attn_implementation='eager'."
+            )
+            raise ValueError(msg)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         o = flash_attention_varlen(
             q,
