@@ -61,8 +61,12 @@ def broken_compiler(monkeypatch):
             raise KeyError("no such layout\nand where it was missed")
 
     kernel = Kernel()
-    broken = launch.Launch(kernel, (1, 1), [None] * 3, (), {})
-    monkeypatch.setattr(launch, "launch_forward", lambda q, k, v, variant: broken(q, k, v))
+
+    def launch_forward(q, k, v, variant):
+        launch.Launch(kernel, (1, 1), [None] * 3, (q.shape[2], "SPEC"), {})(q, k, v)
+
+    monkeypatch.setattr(launch, "_failures", {})
+    monkeypatch.setattr(launch, "launch_forward", launch_forward)
     return kernel
 
 
@@ -90,9 +94,10 @@ def test_auto_warns_once_where_the_compiler_fails(broken_compiler, device):
     torch.testing.assert_close(o, attention_reference(q, k, v)[0], rtol=1e-5, atol=1e-5)
     with warnings.catch_warnings(record=True) as second:
         warnings.simplefilter("always")
-        run_forward(plan, q, k, v, Variant(0.25), PLAIN)
+        for rows in (9, 8):
+            run_forward(plan, q[:, :, :rows], k, v, Variant(0.25), PLAIN)
     assert not [x for x in second if "portable" in str(x.message)]
-    assert broken_compiler.tries == 1, "what failed is not compiled at each call"
+    assert broken_compiler.tries == 1, "what failed is not compiled at each call, or in each shape"
 
 
 def test_named_hopper_raises_where_the_compiler_fails(broken_compiler, device):

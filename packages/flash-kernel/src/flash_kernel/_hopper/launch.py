@@ -1,6 +1,7 @@
 """Host side of the forward: outputs, workspace, specification, launch."""
 
 import math
+from collections.abc import Hashable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -53,22 +54,25 @@ class Sizes(NamedTuple):
         return self.num_heads // self.num_heads_k
 
 
-class Launch(PreparedLaunch):
-    """A prepared launch that says so where its kernel cannot be built."""
+# what went wrong, by kernel and SPEC: in other shapes too the same would be compiled in vain
+_failures: dict[Hashable, str] = {}
 
-    failure: str | None = None
+
+class Launch(PreparedLaunch):
+    """A prepared launch, SPEC its last constant, that says so where it cannot be built."""
 
     def _launch_first(self, tensors: tuple[Tensor, ...]) -> None:
         """Launch through Triton; whatever fails there fails for good."""
-        if self.failure is None:
+        what = (self.kernel, *self.constants[-1:])
+        if what not in _failures:
             try:
                 return super()._launch_first(tensors)
             # Gluon is experimental: a release may lack what the kernel needs, or compile it into
             # something too large.  There is another path, so that is an answer, not an end.
             except Exception as error:
                 first_line = "".join(str(error).strip().splitlines()[:1])
-                self.failure = f"cannot be built: {type(error).__name__}: {first_line}"
-        raise BuildFailure(self.failure)
+                _failures[what] = f"cannot be built: {type(error).__name__}: {first_line}"
+        raise BuildFailure(_failures[what])
 
 
 def launch_forward(
