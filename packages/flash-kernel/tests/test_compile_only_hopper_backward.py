@@ -3,13 +3,8 @@
 Each case is a process of its own, because a process in which Triton interprets cannot compile.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from compile_reports import compile_reports
 
 pytest.importorskip("triton.experimental.gluon", reason="the kernel is written in Gluon")
 
@@ -22,19 +17,7 @@ STEPS = {
 
 
 def compile_backward(*options):
-    script = Path(__file__).with_name("compile_hopper_backward.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, str(script), *options],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
-    expected = os.environ.get("FLASH_KERNEL_EXPECT_TRITON")
-    assert expected is None or report["triton"] == expected
+    (report,) = compile_reports("compile_hopper_backward.py", *options)
     return report
 
 

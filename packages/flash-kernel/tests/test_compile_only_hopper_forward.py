@@ -3,14 +3,10 @@
 Each case is a process of its own, because a process in which Triton interprets cannot compile.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from compile_reports import compile_reports
 
 pytest.importorskip("triton.experimental.gluon", reason="the kernel is written in Gluon")
 
@@ -18,19 +14,7 @@ SHARED_BYTES = 227 << 10
 
 
 def compile_forward(*options):
-    script = Path(__file__).with_name("compile_hopper_forward.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, str(script), *options],
-        capture_output=True,
-        text=True,
-        env=environment | {"TRITON_DEFAULT_FP_FUSION": "1"},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
-    expected = os.environ.get("FLASH_KERNEL_EXPECT_TRITON")
-    assert expected is None or report["triton"] == expected
+    (report,) = compile_reports("compile_hopper_forward.py", *options)
     assert not report["serialized"], "the compiler ends each product before the next"
     assert report["shared_bytes"] <= SHARED_BYTES
     assert report["opcodes"]["UTMALDG"] > 0, "q, k and v come by TMA"

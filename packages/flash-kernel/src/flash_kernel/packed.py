@@ -55,7 +55,7 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: M
     for name, tensor in modifiers._asdict().items():
         if tensor is not None:
             check_modifier(name, tensor, q.device)
-            check_by_head(name, tensor, [cu_seqlens_q.shape[0] - 1, q.shape[1]])
+            check_by_head(name, tensor, [packing.num_sequences, q.shape[1]])
 
 
 def check_packed_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -103,7 +103,7 @@ def run_packed_forward(
 
         check_lengths(packing, q, k)
         views = as_one_batch(q, k, v)
-        by_batch = by_sequence(modifiers, packing.cu_seqlens_q.shape[0] - 1, q.shape[1])
+        by_batch = by_sequence(modifiers, packing.num_sequences, q.shape[1])
         o, lse = launch_forward(*views, variant, by_batch, packing)
         return o[0].transpose(0, 1), lse[0]
     results = [
@@ -132,7 +132,7 @@ def run_packed_backward(
 
         views = *as_one_batch(q, k, v), o.transpose(0, 1)[None], lse[None], do.transpose(0, 1)[None]
         dlse = None if dlse is None else dlse[None]
-        by_batch = by_sequence(modifiers, packing.cu_seqlens_q.shape[0] - 1, q.shape[1])
+        by_batch = by_sequence(modifiers, packing.num_sequences, q.shape[1])
         got = launch_backward(*views, dlse, variant, by_batch, packing)
         dq, dk, dv = (x[0].transpose(0, 1) for x in got[:3])
         return Gradients(dq, dk, dv, None, got.dsinks)

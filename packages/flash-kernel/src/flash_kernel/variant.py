@@ -48,6 +48,11 @@ class Packing(NamedTuple):
     max_seqlen_q: int | None = None  # no sequence is longer; None: not said
     max_seqlen_k: int | None = None
 
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences are packed."""
+        return self.cu_seqlens_q.shape[0] - 1
+
 
 def make_variant(
     head_dim: int,

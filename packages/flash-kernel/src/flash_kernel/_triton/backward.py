@@ -18,6 +18,7 @@ import triton.language as tl
 from flash_kernel._triton.exact import add_visible_row, is_finite, sees_exactly
 from flash_kernel._triton.primitives import (
     LOG2_E,
+    VARYING,
     bias_scores,
     cap_scores,
     find_sequence,
@@ -214,17 +215,7 @@ def accumulate_heads(
     return dk_j, dv_j
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_heads_k",
-        "group",
-        "seqlen_q",
-        "seqlen_k",
-        "num_sequences",
-        "left",
-        "right",
-    ]
-)
+@triton.jit(do_not_specialize=["num_heads_k", *VARYING])
 def flash_attention_dk_dv_kernel(
     q, k, v, do, dk, dv, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
@@ -307,17 +298,7 @@ def accumulate_dq(
     return dq_i
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_heads",
-        "group",
-        "seqlen_q",
-        "seqlen_k",
-        "num_sequences",
-        "left",
-        "right",
-    ]
-)
+@triton.jit(do_not_specialize=["num_heads", *VARYING])
 def flash_attention_dq_kernel(
     q, k, v, do, dq, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides, slope_strides,

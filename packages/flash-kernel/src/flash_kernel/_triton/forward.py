@@ -18,6 +18,7 @@ from flash_kernel._triton.primitives import (
     INF,
     LN_2,
     LOG2_E,
+    VARYING,
     bias_scores,
     cap_scores,
     find_sequence,
@@ -168,17 +169,7 @@ def attend_tile(
     tl.store(lse_ptr + q_start + rows, lse_i, mask=rows < seqlen_q)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_heads",
-        "group",
-        "seqlen_q",
-        "seqlen_k",
-        "num_sequences",
-        "left",
-        "right",
-    ]
-)
+@triton.jit(do_not_specialize=["num_heads", *VARYING])
 def flash_attention_forward_kernel(
     q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr, q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides,
@@ -211,17 +202,7 @@ def has_nan(x):
     return tl.max(tl.ravel(x != x).to(tl.int32), axis=0) != 0
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_heads",
-        "group",
-        "seqlen_q",
-        "seqlen_k",
-        "num_sequences",
-        "left",
-        "right",
-    ]
-)
+@triton.jit(do_not_specialize=["num_heads", *VARYING])
 def flash_attention_redo_kernel(
     q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr, cu_seqlens_q_ptr,
     cu_seqlens_k_ptr, q_strides, k_strides, v_strides, o_strides, slope_strides, bias_strides,

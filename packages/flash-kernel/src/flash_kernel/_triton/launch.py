@@ -101,7 +101,7 @@ def sequence_ends(packing: Packing | None) -> tuple[int | None, tuple[Tensor | N
     """Return how many sequences are packed, and the two tensors that say where they end."""
     if packing is None:
         return None, (None, None)
-    return packing.cu_seqlens_q.shape[0] - 1, packing[:2]
+    return packing.num_sequences, packing[:2]
 
 
 def tile_grid(

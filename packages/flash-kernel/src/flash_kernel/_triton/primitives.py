@@ -21,6 +21,10 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 INF: tl.constexpr = tl.constexpr(float("inf"))
 
+# arguments of the kernels that change from call to call: Triton would compile anew for a 1, or for
+# a multiple of 16
+VARYING = ("group", "seqlen_q", "seqlen_k", "num_sequences", "left", "right")
+
 
 @triton.jit
 def head_and_tile(SPEC: tl.constexpr):
