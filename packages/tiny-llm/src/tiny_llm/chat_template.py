@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tiny_llm.errors import ConfigError, FileError, FormatError
-from tiny_llm.files import reason_of
+from tiny_llm.files import read_json_object, reason_of
 
 FILE_NAME, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -124,20 +124,13 @@ def tokenizer_config(folder: Path) -> dict[str, Any]:
     """Return what `tokenizer_config.json` holds, nothing if it is not there.
 
     Raises:
+        FileError: It cannot be read.
         FormatError: It is no JSON object.
     """
     path = folder / TOKENIZER_CONFIG
     if not path.is_file():
         return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        message = f"{path} is not JSON: {error}"
-        raise FormatError(message) from error
-    if not isinstance(content, dict):
-        message = f"{path} must hold a JSON object"
-        raise FormatError(message)
-    return content
+    return read_json_object(path)
 
 
 def token_text(entry: Any) -> str | None:

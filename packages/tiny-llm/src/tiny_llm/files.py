@@ -1,13 +1,14 @@
-"""Files that are there whole or not at all, and checksums that tell."""
+"""Files: written whole or not at all, told by checksums, and read as JSON."""
 
+import json
 import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from tiny_llm.errors import FileError
+from tiny_llm.errors import FileError, FormatError
 
 CHUNK_BYTES = 1 << 20
 
@@ -64,3 +65,24 @@ def crc32_of(file: BinaryIO, length: int) -> int:
         checksum = zlib.crc32(chunk, checksum)
         length -= len(chunk)
     return checksum
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return what a JSON file holds, by name.
+
+    Raises:
+        FileError: It cannot be read.
+        FormatError: It is no JSON object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        message = f"cannot read {path}: {reason_of(error)}"
+        raise FileError(message) from error
+    except ValueError as error:
+        message = f"{path} is not JSON: {error}"
+        raise FormatError(message) from error
+    if not isinstance(content, dict):
+        message = f"{path} must hold a JSON object, got {type(content).__name__}"
+        raise FormatError(message)
+    return content

@@ -1,6 +1,5 @@
 """Reading a checkpoint folder: its settings, and which file holds which weight."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tiny_llm.errors import FileError, FormatError
-from tiny_llm.files import reason_of
+from tiny_llm.files import read_json_object, reason_of
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -24,7 +23,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         FileError: There is none, or it cannot be read.
         FormatError: It is not a JSON object.
     """
-    return _read_json(folder / CONFIG)
+    return read_json_object(folder / CONFIG)
 
 
 def locate_weights(folder: Path) -> dict[str, Path]:
@@ -45,7 +44,7 @@ def locate_weights(folder: Path) -> dict[str, Path]:
 
 
 def _locate_shards(folder: Path) -> dict[str, Path]:
-    places = _read_json(folder / INDEX).get("weight_map")
+    places = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(map(_is_file_name, places.values())):
         message = f"{folder / INDEX} must have a `weight_map` of names to file names"
         raise FormatError(message)
@@ -110,18 +109,3 @@ def opened(path: Path) -> Iterator[SafetensorsFile]:
     except OSError as error:
         message = f"cannot read {path}: {reason_of(error)}"
         raise FileError(message) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        message = f"cannot read {path}: {reason_of(error)}"
-        raise FileError(message) from error
-    except ValueError as error:
-        message = f"{path} is not JSON: {error}"
-        raise FormatError(message) from error
-    if not isinstance(content, dict):
-        message = f"{path} must hold a JSON object, got {type(content).__name__}"
-        raise FormatError(message)
-    return content

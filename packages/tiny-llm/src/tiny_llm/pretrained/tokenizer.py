@@ -1,15 +1,15 @@
 """Tokenizers of Hugging Face checkpoints: byte-level BPE with special tokens."""
 
-import json
 import zlib
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tiny_llm.bpe import byte_characters
 from tiny_llm.chat_template import token_text, tokenizer_config
 from tiny_llm.errors import ConfigError, FileError, FormatError
+from tiny_llm.files import read_json_object
 from tiny_llm.tokenizer import as_bytes
 
 if TYPE_CHECKING:
@@ -121,11 +121,6 @@ def _stop_tokens(folder: Path) -> list[int]:
     path = folder / GENERATION_CONFIG
     if not path.is_file():
         return []
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        found = content.get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        message = f"{path} is no JSON object: {error}"
-        raise FormatError(message) from error
+    found = read_json_object(path).get("eos_token_id")
     listed = found if isinstance(found, list) else [found]
     return [token for token in listed if isinstance(token, int)]
