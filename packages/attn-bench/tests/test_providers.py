@@ -93,7 +93,9 @@ def test_what_a_provider_cannot_do_is_a_reason() -> None:
     assert "batch of 1" in str(FLASH_PROVIDERS["flashinfer"].why_unsupported(fp32))
 
 
-@pytest.mark.parametrize("name", ["flash-attn-2", "flash-attn-4", "xformers", "flashinfer"])
+@pytest.mark.parametrize(
+    "name", ["flash-attn-2", "flash-attn-4", "flash-attn-4-deterministic", "xformers", "flashinfer"]
+)
 def test_a_library_that_is_absent_or_broken_is_unavailable_with_the_reason(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

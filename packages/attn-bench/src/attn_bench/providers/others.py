@@ -50,9 +50,16 @@ def _first(result: Any) -> Tensor:
     return o
 
 
-def _build_flash_attn(module: str, unbounded: int | None, case: Case, _: torch.device) -> Attention:
+def _build_flash_attn(
+    module: str,
+    unbounded: int | None,
+    case: Case,
+    _: torch.device,
+    *,
+    deterministic: bool = False,
+) -> Attention:
     function = importlib.import_module(module).flash_attn_func
-    options: dict[str, Any] = {"causal": case.is_causal}
+    options: dict[str, Any] = {"causal": case.is_causal, "deterministic": deterministic}
     if case.window is not None:
         before, after = bounds(case)
         options["window_size"] = tuple(unbounded if x is None else x for x in (before, after))
@@ -114,6 +121,14 @@ OTHER_PROVIDERS = (
         why_unsupported=_half_only,
         layout=LAYOUT,
         deterministic=False,
+    ),
+    Provider(
+        "flash-attn-4-deterministic",
+        "flash_attn.cute.flash_attn_func, deterministic=True",
+        partial(_build_flash_attn, "flash_attn.cute", None, deterministic=True),
+        why_unavailable=partial(_why_no_module, "flash_attn.cute", "flash-attn-4"),
+        why_unsupported=_half_only,
+        layout=LAYOUT,
     ),
     Provider(
         "xformers",
