@@ -59,6 +59,7 @@ def tests_kernel(session: nox.Session) -> None:
         KERNEL,
         NOT_COMPILE_ONLY,
         PARALLEL,
+        "--dist=worksteal",  # compiling a kernel takes long, most tests do not
         *session.posargs,
         env={"FLASH_KERNEL_ISOLATED": "1"},
     )
@@ -148,6 +149,7 @@ def compile_kernel(session: nox.Session, triton: str) -> None:
         "pytest",
         *(f"{KERNEL}/tests/test_{name}.py" for name in tests),
         PARALLEL,
+        "--dist=worksteal",  # compiling a kernel takes long, most tests do not
         *session.posargs,
         env={"FLASH_KERNEL_EXPECT_TRITON": triton},
     )
@@ -170,6 +172,7 @@ def gpu(session: nox.Session) -> None:
         "pytest",
         *(KERNEL, LLM, BENCH),
         PARALLEL,
+        "--dist=worksteal",  # compiling a kernel takes long, most tests do not
         *session.posargs,
         env={"FLASH_KERNEL_EXPECT_GPU": "1"},
     )
