@@ -137,6 +137,13 @@ def test_merged_halves_are_the_whole():
     torch.testing.assert_close(merged_lse, lse, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_keys_are_summed_as_exactly_as_few(dtype):
+    """An error that each tile of keys adds to the running softmax would be seen here."""
+    q, k, v = make_qkv(1, 2, 64, 65536, 64, dtype=dtype, device="cuda")
+    assert_matches_reference(partial(TRITON, return_lse=True), q, k, v, is_causal=False)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_fifty_repeats_give_the_same_bits(head_dim):
     q, k, v = draw(4, 16, 2048, head_dim, requires_grad=True)
