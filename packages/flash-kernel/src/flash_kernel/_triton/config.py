@@ -83,13 +83,18 @@ def _configs(
 
 # query rows of a tile of the row statistics, the small kernel before the backward
 STATISTICS_BLOCK_M = 32
+# rows that the statistics of a sequence are padded to: the largest BLOCK_M, so that the backward
+# reads them in whole tiles
+STATISTICS_PADDING = 128
 
 # (BLOCK_M, BLOCK_N, warps, stages[, registers]) of the forward, dk/dv and dq kernels, by generation
-# and BLOCK_D.
+# and the columns of a tile: of its pieces together where there is such an entry, else BLOCK_D.
 HALF_PRECISION = {
     # up to 227 KiB of shared memory; the best of the sweep in docs/tuning-log.md, on an H200
     "hopper": {
         64: _configs((128, 64, 8, 3, 128), (64, 64, 4, 3), (128, 64, 8, 3, 128)),
+        # a third program fits the multiprocessor; more registers only the second, exact pass takes
+        80: _configs((64, 64, 4, 3, 168), (64, 64, 4, 2), (128, 64, 8, 3)),
         128: _configs((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3)),
         256: _configs((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 3)),
     },
@@ -175,11 +180,23 @@ def piece_widths(head_dim: int) -> tuple[int, ...]:
     return (first, second) if padded > 64 and second < first else (padded,)
 
 
+def takes_pieces(head_dim: int, *, is_forward: bool) -> bool:
+    """Say whether to read rows in pieces, by pointers, also where a descriptor could pad them.
+
+    A descriptor has one block shape, and so no pieces, but takes a third fewer instructions a tile.
+    In a forward, whose product of two pieces waits between them, 64 + 32 columns gain less than
+    that; see docs/tuning-log.md.
+    """
+    widths = piece_widths(head_dim)
+    return len(widths) > 1 and not (is_forward and widths == (64, 32))
+
+
 def configs_for(head_dim: int, dtype: torch.dtype, capability: int) -> KernelConfigs | None:
     """Return the configurations of a head dim; None if it is larger than the table knows."""
     table = FLOAT32 if dtype == torch.float32 else HALF_PRECISION
     of_device = table[generation(capability)]
-    return of_device.get(max(64, padded_head_dim(head_dim)))
+    padded = of_device.get(max(64, padded_head_dim(head_dim)))
+    return of_device.get(sum(piece_widths(head_dim)), padded)
 
 
 def decode_config(

@@ -16,7 +16,7 @@ from flash_kernel._triton.config import (
     compute_capability,
     configs_for,
     padded_head_dim,
-    piece_widths,
+    takes_pieces,
 )
 from flash_kernel._triton.forward import (
     REDO_TILES,
@@ -189,7 +189,8 @@ def prepare(
     """
     if use_descriptors is None:
         # packed, how many rows there are says nothing of how many a sequence has
-        use_descriptors = can_use_descriptors(*tiled.values(), takes_short=spec.IS_PACKED)
+        takes = {"takes_short": spec.IS_PACKED, "is_forward": "do" not in tiled}
+        use_descriptors = can_use_descriptors(*tiled.values(), **takes)
     spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors, IN_PIECES=not use_descriptors)
     describers: list[Describe | None] = [None] * (len(tiled) + num_buffers)
     describe = describe_packed_blocks if spec.IS_PACKED else describe_blocks
@@ -259,13 +260,14 @@ def default_configs(q: Tensor, v: Tensor) -> KernelConfigs:
     return configs
 
 
-def can_use_descriptors(*tensors: Tensor, takes_short: bool = False) -> bool:
+def can_use_descriptors(
+    *tensors: Tensor, takes_short: bool = False, is_forward: bool = False
+) -> bool:
     """Say whether to read every tensor ``[B, H, rows, D]`` through a TMA descriptor."""
     if not is_interpreted():
         is_short = all(tensor.shape[2] <= SHORT_ROWS for tensor in tensors)
         if (is_short and not takes_short) or compute_capability(tensors[0].device) < 90:
             return False
-    # a descriptor has one block shape, and so no pieces
-    if any(len(piece_widths(tensor.shape[-1])) > 1 for tensor in tensors):
+    if any(takes_pieces(tensor.shape[-1], is_forward=is_forward) for tensor in tensors):
         return False
     return all(is_aligned(tensor) for tensor in tensors)
