@@ -8,7 +8,12 @@ import triton
 from torch import Tensor
 
 from flash_kernel._triton.backward import flash_attention_dk_dv_kernel, flash_attention_dq_kernel
-from flash_kernel._triton.config import STATISTICS_BLOCK_M, BlockConfig, KernelConfigs
+from flash_kernel._triton.config import (
+    STATISTICS_BLOCK_M,
+    STATISTICS_PADDING,
+    BlockConfig,
+    KernelConfigs,
+)
 from flash_kernel._triton.launch import (
     LOG2_E,
     Options,
@@ -26,7 +31,6 @@ from flash_kernel.gradients import Gradients, sink_gradient
 from flash_kernel.variant import PLAIN, Modifiers, Packing, Variant
 
 STATISTICS_CONFIG = BlockConfig(block_m=STATISTICS_BLOCK_M)
-ROW_PADDING = 128  # the largest BLOCK_M: row statistics are read in whole tiles
 
 
 def launch_backward(
@@ -51,7 +55,7 @@ def launch_backward(
     """
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     num_sequences, ends = sequence_ends(packing)
-    statistics = launch_row_statistics(o, do, lse, dlse, num_sequences)
+    statistics = launch_row_statistics(o, do, lse, dlse, packing)
     options = Options(variant, float32_precision(q.dtype), configs, use_descriptors, num_sequences)
     # a sink is one more key, of which the loops need to know no more than lse tells
     buffers = (*modifiers[:3], *ends)
@@ -65,26 +69,27 @@ def launch_backward(
         prepared(("dq", key), prepare_it)(q, k, v, do, dq, *extras)
     dsinks = None
     if modifiers.sinks is not None:
-        dsinks = sink_gradient(modifiers.sinks, lse, statistics[:, :, 1, : q.shape[2]])
+        dsinks = sink_gradient(modifiers.sinks, *statistics.unbind(2))
     return Gradients(dq, dk, dv, None, dsinks)
 
 
 def launch_row_statistics(
-    o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, num_sequences: int | None = None
+    o: Tensor, do: Tensor, lse: Tensor, dlse: Tensor | None, packing: Packing | None = None
 ) -> Tensor:
     """Return ``lse`` and ``rowsum(do * o) - dlse`` as float32 ``[B, H, 2, padded M]``."""
     batch, num_heads, seqlen_q, _ = o.shape
-    padded_q = padded_rows(seqlen_q)
+    num_sequences, (ends, _) = sequence_ends(packing)
+    padded_q = padded_rows(seqlen_q, num_sequences)
     statistics = torch.empty((batch, num_heads, 2, padded_q), device=o.device, dtype=torch.float32)
     if statistics.numel() == 0:
         return statistics
     has_dlse = dlse is not None
     lse = lse.contiguous()
     dlse = lse if dlse is None else dlse.contiguous()
-    key = ("row_statistics", layout_key(o, do, lse, dlse), has_dlse, num_sequences)
+    key = ("row_statistics", layout_key(o, do, lse, dlse, ends), has_dlse, num_sequences)
     prepare_it = partial(prepare_row_statistics, o, do, has_dlse, num_sequences)
     launch = prepared(key, prepare_it)
-    launch(o, do, lse, dlse, statistics)
+    launch(o, do, lse, dlse, lse if ends is None else ends, statistics)
     return statistics
 
 
@@ -102,7 +107,8 @@ def prepare_dk_dv(
     config = (options.configs or default_configs(q, v)).dk_dv
     batch, num_heads_k, seqlen_k, _ = k.shape
     seqlen_q, scale = q.shape[2], options.variant.scale
-    scalars = (num_heads_k, q.shape[1] // num_heads_k, seqlen_q, padded_rows(seqlen_q), seqlen_k)
+    padded_q = padded_rows(seqlen_q, options.num_sequences)
+    scalars = (num_heads_k, q.shape[1] // num_heads_k, seqlen_q, padded_q, seqlen_k)
     return prepare(
         flash_attention_dk_dv_kernel,
         tile_grid(batch, num_heads_k, seqlen_k, config.block_n, options.num_sequences),
@@ -131,7 +137,8 @@ def prepare_dq(
     config = (options.configs or default_configs(q, v)).dq
     batch, num_heads, seqlen_q, _ = q.shape
     scale = options.variant.scale
-    scalars = (num_heads, num_heads // k.shape[1], seqlen_q, padded_rows(seqlen_q), k.shape[2])
+    padded_q = padded_rows(seqlen_q, options.num_sequences)
+    scalars = (num_heads, num_heads // k.shape[1], seqlen_q, padded_q, k.shape[2])
     return prepare(
         flash_attention_dq_kernel,
         tile_grid(batch, num_heads, seqlen_q, config.block_m, options.num_sequences),
@@ -150,23 +157,25 @@ def prepare_row_statistics(
 ) -> PreparedLaunch:
     """Prepare the row statistics: one program per head and tile of padded rows."""
     batch, num_heads, seqlen_q, _ = o.shape
-    padded_q = padded_rows(seqlen_q)
+    padded_q = padded_rows(seqlen_q, num_sequences)
     options = Options(Variant(1.0), "ieee", None, False, num_sequences)
     heads, tiles = tile_grid(batch, num_heads, padded_q, STATISTICS_CONFIG.block_m)
     return prepare(
         flash_attention_row_statistics_kernel,
-        # a row needs nothing but itself: packed ones are one long sequence, in the packed order
+        # as many tiles as hold the padded rows, in the order of packed ones where they are packed
         (heads, tiles) if num_sequences is None else (tiles, heads),
         {"o": o, "do": do},
-        3,
+        4,
         None,
-        (num_heads, seqlen_q, padded_q, has_dlse),
+        (num_heads, seqlen_q, padded_q, num_sequences or 0, has_dlse),
         STATISTICS_CONFIG,
         kernel_spec(o, o, STATISTICS_CONFIG, PLAIN, options),
         options.use_descriptors,
     )
 
 
-def padded_rows(seqlen_q: int) -> int:
-    """Return a number of query rows rounded up to `ROW_PADDING`."""
-    return triton.cdiv(seqlen_q, ROW_PADDING) * ROW_PADDING
+def padded_rows(seqlen_q: int, num_sequences: int | None) -> int:
+    """Return the rows of the statistics: padded in all, or in the slots of packed sequences."""
+    if num_sequences is None:
+        return triton.cdiv(seqlen_q, STATISTICS_PADDING) * STATISTICS_PADDING
+    return (seqlen_q // STATISTICS_PADDING + num_sequences) * STATISTICS_PADDING
