@@ -68,7 +68,7 @@ def prepare_append(
     spec = kernel_spec(k, v, config, PLAIN, Options(Variant(1.0), "ieee", None, False))
     return PreparedLaunch(
         flash_attention_append_kernel,
-        (batch * num_heads_k, triton.cdiv(num_new, config.block_n)),
+        (batch * num_heads_k * triton.cdiv(num_new, config.block_n), 1),
         [None] * 6,
         (
             *(x.stride() for x in (k, v, k_cache, v_cache)),
@@ -166,7 +166,7 @@ def prepare_decode(
     prescaled = spec.PRESCALED or scale * LOG2_E < SMALLEST_FACTOR
     return PreparedLaunch(
         flash_attention_decode_kernel,
-        (batch * num_heads_k, triton.cdiv(group * seqlen_q, config.block_m) * num_splits),
+        (batch * num_heads_k * triton.cdiv(group * seqlen_q, config.block_m) * num_splits, 1),
         [None] * 9,
         (
             *(x.stride() for x in (q, k_cache, v_cache)),
