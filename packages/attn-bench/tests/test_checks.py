@@ -99,6 +99,15 @@ def test_some_heads_stand_for_all_where_float64_is_slow() -> None:
     assert check.scope == "3 of 8 heads"
 
 
+def test_some_heads_stand_for_all_where_a_cache_does_not_fit_in_float64() -> None:
+    case = Case("fp32", 4, 4, 1, 100, 16, False, "fwd", num_kv_heads=2)
+    inputs = make_inputs(case, CPU)
+    tensors = first_call(FLASH_PROVIDERS["sdpa"].build(case, CPU), inputs)[0]
+    check = Oracle(case, inputs, replace(LIMITS["cpu"], entries=3 * 100 * 16)).check(tensors)
+    assert check.is_right
+    assert check.scope == "3 of 8 heads"
+
+
 @pytest.mark.parametrize("limits", [LIMITS["cpu"], SLABS], ids=["whole", "slabs"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("is_causal", "window"), [(True, None), (True, 5), (False, 5)])

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attn_bench.cli import main
-from attn_bench.providers import Attention, Provider
+from attn_bench.providers import DECODE_PROVIDERS, Attention, Provider
 from attn_bench.results import read_results
 from attn_bench.tables import NOT_PERFORMANCE
 from flash_kernel import attention_reference
@@ -242,6 +243,22 @@ def test_decode_reads_the_cache_with_one_query(
         # q, o: 2 sequences of 4 heads; k, v: of 2 heads with 33 keys; 32 numbers of 4 bytes
         bytes_moved = 2 * (2 * 4 + 2 * 2 * 33) * 32 * 4
         assert row.gb_s == pytest.approx(bytes_moved / ((row.median_ms or 0) * 1e6))
+
+
+def test_decode_takes_providers_that_cannot_differentiate(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def forward_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q.detach(), k, v, enable_gqa=True)
+
+    provider = plant("forward-only", forward_only)
+    monkeypatch.setitem(DECODE_PROVIDERS, provider.name, provider)
+    path = tmp_path / "decode.jsonl"
+    arguments = ["decode", *CPU, "--milliseconds", "1", "--provider", provider.name]
+    assert main([*arguments, "--save", str(path)]) == 0
+    assert {row.state for row in read_results(path).rows} == {"ok"}
+    assert {tuple(row.errors) for row in read_results(path).rows} == {("o",)}
+    assert main([*arguments, "--mode", "fwd+bwd"]) == 2
 
 
 def test_env_prints_what_goes_with_a_result(capsys: pytest.CaptureFixture[str]) -> None:

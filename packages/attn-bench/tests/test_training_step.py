@@ -1,9 +1,11 @@
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attn_bench.case import Case
@@ -12,7 +14,7 @@ from attn_bench.errors import InputError
 from attn_bench.policy import policy_of
 from attn_bench.results import Results, Row, read_results, saving
 from attn_bench.step_shape import StepShape
-from attn_bench.train_step import Step, predicted
+from attn_bench.train_step import Step, predicted, time_training
 from flash_kernel import attention_reference
 from tiny_llm import attention
 from tiny_llm.attention import AttentionRequest
@@ -96,6 +98,28 @@ def test_a_backend_that_raises_is_a_row_and_the_others_go_on(tmp_path: Path) -> 
     rows = read_results(path).rows
     assert [row.state for row in rows] == ["ok", "error", "ok"]
     assert rows[1].detail == "RuntimeError: illegal memory access"
+
+
+def test_what_a_failed_backend_held_is_free_for_the_others() -> None:
+    held: list[weakref.ref[Tensor]] = []
+
+    def raises(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        scores = q @ k.mT
+        held.append(weakref.ref(scores))
+        raise torch.OutOfMemoryError("too many scores")
+
+    def sees(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        assert held[0]() is None
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    attention.register("raises", raises)
+    attention.register("sees", sees)
+    try:
+        found = time_training(SHAPE, [16], ["sdpa", "raises", "sees"], torch.device("cpu"))
+    finally:
+        attention.unregister("raises")
+        attention.unregister("sees")
+    assert [each.row.state for each in found] == ["ok", "oom", "ok"]
 
 
 def timed(provider: str, mode: str, n: int, milliseconds: float) -> Row:

@@ -24,13 +24,20 @@ from flash_kernel.testing import AttentionErrors, Expectation, TensorError, expe
 
 @dataclass(frozen=True)
 class Limits:
-    """What a float64 check may cost: operations in all, and entries of one score matrix."""
+    """What a float64 check may cost.
+
+    Attributes:
+        work: Operations in all.
+        scores: Entries of one score matrix.
+        entries: Entries of k, and of v, of all heads that are compared.
+    """
 
     work: float
     scores: int
+    entries: int = 2**27
 
 
-# 4096^2 scores take 128 MiB in float64, 16384^2 take 2 GiB
+# 4096^2 scores take 128 MiB in float64, 16384^2 take 2 GiB; 2^27 entries of k take 1 GiB
 LIMITS = {"cpu": Limits(2e10, 4096**2), "cuda": Limits(2e13, 16384**2)}
 
 # query rows of a slab, where slabs stand for all rows
@@ -204,8 +211,9 @@ def pick_heads(case: Case, limits: Limits) -> list[int]:
     total = case.batch * case.kv_heads
     # forward and backward are 7 matmuls of 2 M N D operations
     groups = case.num_heads // case.kv_heads
-    per_head = 14 * groups * case.seqlen_q * case.seqlen_k * case.head_dim
-    count = min(total, max(1, int(limits.work / per_head)))
+    entries = case.seqlen_k * case.head_dim
+    fitting = min(limits.work / (14 * groups * case.seqlen_q * entries), limits.entries / entries)
+    count = min(total, max(1, int(fitting)))
     return [index * total // count for index in range(count)]
 
 

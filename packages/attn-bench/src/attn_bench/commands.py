@@ -43,6 +43,9 @@ def run_file(arguments: Namespace) -> int:
 def _run_on_device(
     suite: Suite, cases: Sequence[Case], names: list[str] | None, arguments: Namespace
 ) -> int:
+    if not suite.checks_gradients and any(case.mode != "fwd" for case in cases):
+        msg = f"`{suite.command}` checks and times the forward alone: leave `--mode` out."
+        raise InputError(msg)
     device = pick_device(arguments.device)
     providers = pick_providers(suite.providers, names, device)
     if arguments.baseline is not None:
@@ -77,6 +80,7 @@ def _measure(
             Budget(seconds=arguments.milliseconds / 1e3),
             ceilings,
             arguments.cold_start,
+            suite.checks_gradients,
         )
         with tqdm(total=len(cases) * len(chosen), initial=len(kept), unit="row") as progress:
             for row in runner.rows(left):

@@ -5,7 +5,7 @@ step of the first backend and the times of the attentions alone predict the step
 (Amdahl): what is not attention stays.  The difference is what the kernel's figures do not say.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -112,15 +112,20 @@ def _time_length(
     shape: StepShape, seqlen: int, backends: Sequence[str], clock: Clock, device: torch.device
 ) -> list[Step]:
     """Time all backends at one length, interleaved, so that a drift of the clock hits all alike."""
-    failures: dict[str, Exception] = {}
+    # the exception itself would keep alive what its frames hold: all that the others need
+    failures: dict[str, tuple[str, str]] = {}
+
+    def fail(name: str, error: Exception) -> None:
+        failures[name] = failure_state(error), one_line(error)
+
     models = {name: _prepare(shape, seqlen, name, device) for name in backends}
-    first_ms = {name: _first_step(name, each, failures) for name, each in models.items()}
+    first_ms = {name: _first_step(name, each, fail) for name, each in models.items()}
     count = max(shape.steps, ROUNDS)
     budget = Budget(seconds=0.0, least=count, most=count)
 
     def timed(workloads: dict[str, Workload]) -> dict[str, Timing]:
         working = {name: each for name, each in workloads.items() if name not in failures}
-        return time_interleaved(working, clock, budget, failures.__setitem__)
+        return time_interleaved(working, clock, budget, fail)
 
     attentions = timed({name: each.attention for name, each in models.items()})
     # what compiles anew while it is timed is no training step
@@ -134,23 +139,24 @@ def _time_length(
             try:
                 row = replace(with_times(row, timings[name]), peak_mib=_peak_mib(each, device))
             except Exception as error:
-                failures[name] = error
+                fail(name, error)
         if name in failures:
-            failure = failures[name]
-            steps.append(Step(row.failed(failure_state(failure), one_line(failure)), 0.0, ()))
+            steps.append(Step(row.failed(*failures[name]), 0.0, ()))
             continue
         step = Step(row, attentions[name].median_ms, tuple(each.losses))
         steps.append(replace(step, mfu=_mfu(step, shape, each, device)))
     return steps
 
 
-def _first_step(name: str, trained: _Trained, failures: dict[str, Exception]) -> float | None:
+def _first_step(
+    name: str, trained: _Trained, fail: Callable[[str, Exception], None]
+) -> float | None:
     """Return the wall time of the first step in ms, with compiling; None if it failed."""
     state = trained.step.prepare()
     try:
         return wall_milliseconds(lambda: trained.step.run(state), trained.stepper.device)
     except Exception as error:  # a backend may be foreign code, and its failure is a result
-        failures[name] = error
+        fail(name, error)
         return None
 
 
