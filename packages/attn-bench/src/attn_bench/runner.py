@@ -243,6 +243,7 @@ def time_case(
             predicted_mib=predicted_mib(case, ready[name].provider),
             repetitions=timing.repetitions,
             samples_ms=timing.samples,
+            note=rows[name].note or ("the launch is part of its time" if timing.has_launch else ""),
         )
         if case.mode == "fwd" and rows[name].is_performance and timing.median_ms < SHORT_MS:
             rows[name] = with_graph(rows[name], workloads[name], inputs.q.device)

@@ -65,7 +65,7 @@ def time_training(
     shape: StepShape, seqlens: Sequence[int], backends: Sequence[str], device: torch.device
 ) -> list[Step]:
     """Time every backend at every length; the first one is what the others are predicted from."""
-    clock = Clock(device)
+    clock = Clock(device, hides_launch=False)
     found: list[Step] = []
     with tqdm(total=len(seqlens), unit="length") as progress:
         for seqlen in seqlens:
