@@ -170,6 +170,8 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "env": print_environment,
     "list": list_providers,
     "table": file_commands.print_table,
+    "plots": file_commands.draw_plots,
+    "docs": file_commands.fill_documents,
     "compare": file_commands.compare_files,
     "report": file_commands.save_report,
 }

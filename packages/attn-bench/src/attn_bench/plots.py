@@ -7,45 +7,53 @@ from typing import TYPE_CHECKING, Any
 
 from attn_bench.environment import summarize
 from attn_bench.errors import InputError
+from attn_bench.metrics import METRICS, Metric
 from attn_bench.results import Results
-from attn_bench.series import METRICS, Metric, Panel, all_providers, panels
+from attn_bench.series import Panel, all_providers, panels
 from attn_bench.tables import NOT_PERFORMANCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PLOTTED = ("tflops", "memory", "error")
 COLUMNS = 4
 STYLE: Any = {"svg.hashsalt": "attn-bench", "font.size": 9}
 
 
-def save_plots(results: Results, folder: Path, name: str) -> list[Path]:
-    """Write ``NAME-tflops``, ``NAME-memory`` and ``NAME-error`` into `folder`, each twice.
+def save_plots(
+    results: Results, metrics: Sequence[str], paths: Sequence[Path], source: str
+) -> None:
+    """Draw each metric into the file of `paths` at its place, PNG or SVG by its name.
+
+    Args:
+        results: What is drawn.
+        metrics: Names of `METRICS`.
+        paths: As many files.
+        source: What the plots are made of; written into each, see `is_drawn_from`.
 
     Raises:
-        InputError: if nothing was timed or the folder cannot be written.
+        InputError: if nothing was timed or a file cannot be written.
     """
     from matplotlib import rc_context
 
     drawn = panels(results.rows)
-    if not drawn:
-        raise InputError("the result file holds no timed rows.")
-    paths = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for metric in (each for each in METRICS if each.name in PLOTTED):
-            figure = draw(drawn, metric, results.environment)
-            for suffix in ("png", "svg"):
-                paths.append(folder / f"{name}-{metric.name}.{suffix}")
-                # no date, so that the same results give the same file
-                metadata: dict[str, Any] = {"Date": None} if suffix == "svg" else {}
-                with rc_context(STYLE):
-                    figure.savefig(paths[-1], dpi=120, metadata=metadata)
-    except OSError as error:
-        msg = f"cannot write {folder}: {error.strerror or error}."
-        raise InputError(msg) from error
-    return paths
+    for name, path in zip(metrics, paths, strict=True):
+        figure = draw(drawn, METRICS[name], results.environment)
+        # no date, so that the same results give the same file
+        metadata: dict[str, Any] = {"Source": source}
+        metadata |= {"Date": None} if path.suffix == ".svg" else {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with rc_context(STYLE):
+                figure.savefig(path, dpi=120, metadata=metadata)
+        except OSError as error:
+            msg = f"cannot write {path}: {error.strerror or error}."
+            raise InputError(msg) from error
+
+
+def is_drawn_from(path: Path, source: str) -> bool:
+    """Return whether `path` is a plot that `save_plots` made of `source`."""
+    return path.is_file() and source.encode() in path.read_bytes()
 
 
 def draw(drawn: Sequence[Panel], metric: Metric, environment: dict[str, Any]) -> "Figure":

@@ -7,12 +7,16 @@ from importlib.resources import files
 from math import isfinite
 from typing import Any
 
+from attn_bench.case import Case
 from attn_bench.environment import summarize
 from attn_bench.errors import InputError
+from attn_bench.metrics import METRICS
 from attn_bench.results import Results, Row
 from attn_bench.roofline import FLOP_CONVENTION
-from attn_bench.series import METRICS, Panel, all_providers, panels
+from attn_bench.series import Panel, all_providers, panels
 from attn_bench.tables import NOT_PERFORMANCE, reasons, worst_error
+
+DRAWN = [METRICS[name] for name in ("tflops", "gb_s", "ms", "memory", "error", "roofline")]
 
 
 def report(results: Results) -> str:
@@ -53,9 +57,7 @@ def _data(drawn: Iterable[Panel], environment: dict[str, Any]) -> dict[str, Any]
     drawn = list(drawn)
     ceilings = environment.get("ceilings", {}).get("matmul_tflops", {})
     return {
-        "metrics": [
-            {"name": each.name, "label": each.label, "log": each.is_log} for each in METRICS
-        ],
+        "metrics": [{"name": each.name, "label": each.label, "log": each.is_log} for each in DRAWN],
         "providers": all_providers(drawn),
         "panels": [
             {
@@ -69,7 +71,7 @@ def _data(drawn: Iterable[Panel], environment: dict[str, Any]) -> dict[str, Any]
 
 
 def _point(row: Row) -> dict[str, Any]:
-    values = {metric.name: metric.value(row) for metric in METRICS}
+    values = {metric.name: metric.value(row) for metric in DRAWN}
     finite = {
         name: value for name, value in values.items() if value is not None and isfinite(value)
     }
@@ -83,14 +85,14 @@ COLUMNS = (
 
 
 def _table(panel: Panel) -> str:
-    best = {
-        case: max(row.tflops or 0.0 for row in panel.rows if row.case == case)
-        for case in dict.fromkeys(row.case for row in panel.rows)
-    }
+    best: dict[Case, float] = {}
+    for row in panel.rows:
+        if row.median_ms is not None:
+            best[row.case] = min(row.median_ms, best.get(row.case, row.median_ms))
     head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
     lines = []
     for row in panel.rows:
-        is_best = row.tflops is not None and row.tflops == best[row.case]
+        is_best = row.median_ms is not None and row.median_ms == best[row.case]
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row))
         lines.append(f'<tr class="{row.state}{" best" if is_best else ""}">{cells}</tr>')
     return (

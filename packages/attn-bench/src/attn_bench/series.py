@@ -1,41 +1,11 @@
 """Rows as curves over the length: what plots and the report draw."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from attn_bench.case import Case, mask_name
+from attn_bench.metrics import Metric
 from attn_bench.results import Row
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A quantity that is drawn over n.
-
-    Attributes:
-        value: Takes it from a row, None where the row has none.
-        is_log: Whether its axis is logarithmic.
-    """
-
-    name: str
-    label: str
-    value: Callable[[Row], float | None]
-    is_log: bool
-
-
-def error_share(row: Row) -> float | None:
-    """Return the largest error in units of what is allowed: beyond 1 is wrong."""
-    shares = [error / max(row.bounds[name], 1e-300) for name, error in row.errors.items()]
-    return max(shares, default=None)
-
-
-METRICS = (
-    Metric("tflops", "TFLOP/s", lambda row: row.tflops, is_log=False),
-    Metric("gb_s", "GB/s", lambda row: row.gb_s, is_log=False),
-    Metric("ms", "median ms", lambda row: row.median_ms, is_log=True),
-    Metric("memory", "peak MiB beyond the inputs", lambda row: row.peak_mib, is_log=True),
-    Metric("error", "largest error / allowed error", error_share, is_log=False),
-    Metric("roofline", "share of the measured ceilings", lambda row: row.roofline_share, False),
-)
 
 
 @dataclass(frozen=True)
