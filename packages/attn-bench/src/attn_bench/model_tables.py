@@ -25,10 +25,11 @@ def step_table(steps: Sequence[Step]) -> str:
                 f"{expected:.2f}",
                 f"{share:+.1%}",
             ]
-        loss = f"{each.loss_difference:.1e}"
+        loss = f"{row.errors['loss']:.1e}" if row.errors else ""
         name = f"{'~' if row.state == 'unstable' else ''}{row.provider}"
         cells = [str(row.case.seqlen_q), str(row.case.batch), name, *times]
-        body.append([*cells, f"{each.attention_ms:.3f}", loss, row.detail or row.state])
+        alone = f"{each.attention_ms:.3f}" if measured is not None else ""
+        body.append([*cells, alone, loss, row.detail or row.state])
     headers = [
         *("n", "batch", "attention", "step ms", "tokens/s", "MFU", "peak GiB"),
         *("predicted ms", "difference", "attention ms per layer", "loss difference", "verdict"),

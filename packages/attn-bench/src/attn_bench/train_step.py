@@ -7,6 +7,7 @@ step of the first backend and the times of the attentions alone predict the step
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,7 +51,6 @@ class Step:
     row: Row
     attention_ms: float
     losses: tuple[float, ...]
-    loss_difference: float = 0.0
     mfu: float | None = None
 
     @property
@@ -89,13 +89,16 @@ def predicted(step: Step, first: Step, shape: StepShape) -> Step:
     differences = [abs(a - b) for a, b in zip(step.losses, first.losses, strict=True)]
     difference = max(each if each == each else float("inf") for each in differences)
     bound = LOSS_BOUND_PER_STEP * len(step.losses) if shape.dtype == "fp32" else HALF_LOSS_BOUND
-    row = replace(step.row, predicted_ms=expected)
+    row = replace(
+        step.row, predicted_ms=expected, errors={"loss": difference}, bounds={"loss": bound}
+    )
+    row = replace(row, checked=f"the losses of every step against {first.row.provider}'s")
     if difference > bound:
         detail = (
             f"losses differ from {first.row.provider}'s by {difference:.1e}, allowed {bound:.0e}"
         )
         row = row.failed("wrong", detail)
-    return replace(step, row=row, loss_difference=difference)
+    return replace(step, row=row)
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def _time_length(
         failures[name] = failure_state(error), one_line(error)
 
     models = {name: _prepare(shape, seqlen, name, device) for name in backends}
-    first_ms = {name: _first_step(name, each, fail) for name, each in models.items()}
+    first_ms = {name: _warm_up(name, each, fail) for name, each in models.items()}
     count = max(shape.steps, ROUNDS)
     budget = Budget(seconds=0.0, least=count, most=count)
 
@@ -148,16 +151,19 @@ def _time_length(
     return steps
 
 
-def _first_step(
-    name: str, trained: _Trained, fail: Callable[[str, Exception], None]
-) -> float | None:
-    """Return the wall time of the first step in ms, with compiling; None if it failed."""
-    state = trained.step.prepare()
+def _warm_up(name: str, trained: _Trained, fail: Callable[[str, Exception], None]) -> float | None:
+    """Take two steps; return the wall time of the first in ms, with compiling, None if one failed.
+
+    The second sees what the first has made, such as the optimizer's state, and may compile anew.
+    """
+    step = trained.step
     try:
-        return wall_milliseconds(lambda: trained.step.run(state), trained.stepper.device)
+        first_ms = wall_milliseconds(partial(step.run, step.prepare()), trained.stepper.device)
+        step.run(step.prepare())
     except Exception as error:  # a backend may be foreign code, and its failure is a result
         fail(name, error)
         return None
+    return first_ms
 
 
 def with_times(row: Row, timing: Timing) -> Row:
