@@ -141,6 +141,15 @@ def _add_train_step(parser: argparse.ArgumentParser) -> None:
         help="attention backends of tiny-llm; the first is what the others are predicted from",
     )
     parser.add_argument(
+        "--peer",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE.py",
+        help="also time other programs' models: a file's make_model(seq_len, vocab_size) returns "
+        "a module of tokens and targets that returns the mean loss",
+    )
+    parser.add_argument(
         "--steps", type=positive, default=10, help="timed steps, in fives (default: 10)"
     )
     _add_device(parser)
