@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_bench.case import Case
 from attn_bench.mask import bounds, visible
-from attn_bench.truth import Tensors, error_of, expect_masked
+from attn_bench.truth import Tensors, error_of, expect_masked, with_sums_in_order
 from attn_bench.workload import Inputs, make_inputs
 from flash_kernel.testing import AttentionErrors, Expectation, TensorError, expect
 
@@ -131,7 +131,7 @@ class Oracle:
         starts = sorted({0, (case.seqlen_q - rows) // 2, case.seqlen_q - rows})
         scope = f"o and dq in {len(starts)} x {rows} rows of {heads_of(case, heads)}"
         self._pieces = [
-            piece(case, inputs, heads, (start, start + rows), ("o", "dq"), scope)
+            piece(case, inputs, heads, (start, start + rows), ("o", "dq"), scope, is_slab=True)
             for start in starts
             if visible_length(case, start + rows) > 0
         ]
@@ -173,6 +173,8 @@ def piece(
     rows: tuple[int, int],
     names: tuple[str, ...],
     scope: str,
+    *,
+    is_slab: bool = False,
 ) -> Piece:
     """Return the truth of `rows` of `heads`.
 
@@ -183,11 +185,13 @@ def piece(
     chosen = slice(*rows)
     q, k, v, do = (by_kv_head(each.detach(), case.kv_heads)[heads] for each in inputs)
     q, do, k, v = q[..., chosen, :], do[..., chosen, :], k[..., :keys, :], v[..., :keys, :]
+    seen = visible(case, q.device, chosen, keys)
     if case.window is None and case.num_kv_heads is None:
         expectation = expect(q, k, v, do, is_causal=case.is_causal)
     else:
-        seen = visible(case, q.device, chosen, keys)
         expectation = expect_masked(q, k, v, do, seen)
+    if is_slab:
+        expectation = with_sums_in_order(expectation, seen)
     return Piece(expectation, case.kv_heads, heads, chosen, names, scope)
 
 
