@@ -12,7 +12,7 @@ from attn_bench.metrics import METRICS
 from attn_bench.plots import draw
 from attn_bench.report import report, script_json
 from attn_bench.results import Results, Row, saving
-from attn_bench.series import panels
+from attn_bench.series import Ceiling, ceiling_of, panels
 
 HERE = {
     "device": "a <GPU>",
@@ -64,9 +64,38 @@ def test_a_panel_holds_what_differs_in_length_and_provider_only() -> None:
     forward, backward = panels(RESULTS.rows)
     assert (forward.mode, backward.mode) == ("fwd", "bwd")
     assert forward.providers == ["slow", "fast", "big"]
-    assert forward.title == "flash attention: bf16, d 128, causal, fwd"
+    assert forward.title == "flash attention: bf16, h 16, d 128, causal, fwd"
     assert forward.curve("fast", METRICS["tflops"]) == [(512, 102.4), (1024, 204.8), (2048, 409.6)]
     assert forward.curve("big", METRICS["tflops"]) == []
+
+
+def test_a_length_of_several_batches_has_a_panel_for_each() -> None:
+    two = [replace(row, case=replace(row.case, batch=2)) for row in ROWS if row.case.mode == "fwd"]
+    four = [replace(row, case=replace(row.case, batch=4)) for row in two]
+    assert [panel.title.partition(": ")[2] for panel in panels([*two, *four])] == [
+        *("bf16, b 2, h 16, d 128, causal, fwd", "bf16, b 4, h 16, d 128, causal, fwd")
+    ]
+
+
+def test_a_ceiling_far_above_the_curves_is_told_and_not_drawn() -> None:
+    (panel,) = panels([row for row in ROWS if row.case.mode == "fwd"])
+    near = ceiling_of(panel, METRICS["tflops"], HERE)  # the best has 410 TFLOP/s
+    assert near == Ceiling(700.0, "measured matmul", is_near=True)
+    environment = HERE | {"ceilings": {"matmul_tflops": {"bf16": 1700.0}, "copy_gb_s": 4000.0}}
+    far = ceiling_of(panel, METRICS["tflops"], environment)
+    assert far == Ceiling(1700.0, "measured matmul", is_near=False)
+    (ax,) = draw([panel], METRICS["tflops"], environment).axes
+    assert ax.get_ylim()[1] < 500
+    assert [text.get_text() for text in ax.texts] == ["measured matmul: 1700"]
+    assert ceiling_of(panel, METRICS["memory"], HERE) is None
+
+
+def test_the_report_leaves_out_columns_without_a_value() -> None:
+    page = report(RESULTS)
+    assert "<th>peak MiB</th>" in page
+    assert "<th>graph ms</th>" not in page
+    with_graph = tuple(replace(row, graph_ms=0.01) for row in ROWS)
+    assert "<th>graph ms</th>" in report(Results(HERE, with_graph))
 
 
 def test_the_report_has_a_table_per_panel_and_no_address() -> None:
@@ -143,4 +172,5 @@ def test_the_page_works_in_a_browser(saved: Path) -> None:
     assert done.stdout.count('class="curve"') == 2
     assert done.stdout.count("<circle") == 6
     assert done.stdout.count('class="ceiling"') == 1
+    assert "measured matmul: 700<" in done.stdout
     assert done.stdout.count("<option") == 2 + 4

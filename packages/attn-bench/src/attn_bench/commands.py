@@ -35,8 +35,7 @@ def run_suite(arguments: Namespace) -> int:
 
 def run_file(arguments: Namespace) -> int:
     """Run the suite and the grids of a TOML file."""
-    asked = read_run_file(arguments.file)
-    check_name(f"suite in {arguments.file}:", asked.suite, SUITES)
+    asked = read_run_file(arguments.file, {name: each.presets for name, each in SUITES.items()})
     return _run_on_device(SUITES[asked.suite], asked.cases, asked.providers, arguments)
 
 
@@ -140,7 +139,8 @@ def print_environment(arguments: Namespace) -> int:
     with one_thread(device):
         environment = describe_environment(device)
         ceilings = measure_ceilings(device, DTYPES if device.type == "cuda" else ("fp32",))
-    lines = [*environment.items(), ("ceilings", describe_ceilings(ceilings))]
+    peers = ", ".join(f"{name} {version}" for name, version in environment.pop("peers").items())
+    lines = [*environment.items(), ("peers", peers), ("ceilings", describe_ceilings(ceilings))]
     print(tabulate(lines, tablefmt="plain", disable_numparse=True, missingval="-"))
     return 0
 
