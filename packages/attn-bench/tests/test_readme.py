@@ -22,6 +22,8 @@ def test_readme_shows_every_command() -> None:
         "run",
         "list",
         "table",
+        "plots",
+        "docs",
         "compare",
         "report",
         "decode",
