@@ -178,11 +178,11 @@ def test_gradients_are_deterministic_unless_the_caller_and_torch_allow_otherwise
     plans = []
 
     def spy(*arguments):
-        plan, variant = dispatch.checked_plan(*arguments)
-        plans.append(plan)
-        return plan, variant
+        call = dispatch.checked_call(*arguments)
+        plans.append(call.plan)
+        return call
 
-    monkeypatch.setattr(flash_kernel.api, "checked_plan", spy)
+    monkeypatch.setattr(flash_kernel.api, "checked_call", spy)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: torch_wants_it)
     flash_attention(*QKV, **options)
     assert [plan.is_deterministic for plan in plans] == [expected]

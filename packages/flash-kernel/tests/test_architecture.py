@@ -21,7 +21,7 @@ LAYERS = (
         *("_triton", "_triton.config", "_hopper", "_hopper.config", "_hopper.compat"),
     ),
     (
-        *("reference", "packed", "_triton.tiles", "_triton.probe", "_triton.prepared"),
+        *("reference", "packed", "calls", "_triton.tiles", "_triton.probe", "_triton.prepared"),
         *("_hopper.primitives", "_hopper.tiles", "_hopper.backward_config", "_hopper.reduce"),
     ),
     (

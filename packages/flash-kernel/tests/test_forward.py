@@ -7,7 +7,7 @@ import torch
 import triton
 
 from flash_kernel import flash_attention
-from flash_kernel._triton import launch, prepared
+from flash_kernel._triton import launch
 from flash_kernel._triton.config import BlockConfig, KernelConfigs
 from flash_kernel.testing import assert_matches_reference, make_qkv
 from flash_kernel.variant import Variant
@@ -226,7 +226,6 @@ def test_grid_has_one_program_per_batch_head_and_query_tile(device, monkeypatch)
 
     monkeypatch.setattr(launch, "flash_attention_forward_kernel", Recorder())
     q, k, v = make_qkv(2, 3, 130, 70, 16, dtype=torch.float32, device=device)
-    monkeypatch.setattr(prepared, "_prepared", {})
     forward(q, k, v)
     grid, (block_m,) = grids
     assert grid == (2 * 3, triton.cdiv(130, block_m), 1)

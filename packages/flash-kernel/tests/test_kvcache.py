@@ -6,8 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from flash_kernel import attention_reference, flash_attention, flash_attention_with_kvcache
-from flash_kernel._triton import launch_decode, prepared
+from flash_kernel import (
+    attention_reference,
+    calls,
+    flash_attention,
+    flash_attention_with_kvcache,
+)
+from flash_kernel._triton import launch_decode
 from flash_kernel._triton.config import DECODE_BLOCK_M
 from flash_kernel.sequence_ops import cached_forward_appending_op, cached_forward_op
 
@@ -136,9 +141,7 @@ def test_appends_and_attends_as_float64_says(case, paged, impl, device):
 def test_every_number_of_splits_gives_the_same_values(
     num_splits, combined_at_once, device, monkeypatch
 ):
-    monkeypatch.setattr(
-        prepared, "_prepared", {}
-    )  # what is combined at once is no part of its keys
+    monkeypatch.setattr(calls, "_calls", {})  # what is combined at once is no part of a kind
     monkeypatch.setattr(launch_decode, "COMBINE_ELEMENTS", 16 * combined_at_once)
     q, caches, _, options = draw(device, heads=(4, 2), tensors=["sinks"])
     expected = one_by_one(q, caches, [], **options)

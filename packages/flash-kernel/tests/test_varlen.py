@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from flash_kernel import attention_reference, flash_attention, flash_attention_varlen
-from flash_kernel._triton import launch, prepared
+from flash_kernel import attention_reference, calls, flash_attention, flash_attention_varlen
+from flash_kernel._triton import launch
 from flash_kernel._triton.config import BlockConfig, KernelConfigs
 from flash_kernel.sequence_ops import packed_backward_op, packed_forward_op
 from flash_kernel.variant import Packing, Variant
@@ -158,7 +158,7 @@ def test_half_precision_is_as_accurate_as_the_dense_reference(dtype, head_dim, l
 def test_nan_of_a_neighbour_never_arrives(impl, use_descriptors, device, monkeypatch):
     """A sequence that ends within a tile lies between sequences of NaN."""
     if impl == "triton":
-        monkeypatch.setattr(prepared, "_prepared", {})  # the choice is no part of its keys
+        monkeypatch.setattr(calls, "_calls", {})  # the choice is no part of a kind
         monkeypatch.setattr(launch, "can_use_descriptors", lambda *_, **__: use_descriptors)
     inputs, packing, _ = draw(device, [(20, 20), (33, 70), (9, 9)], heads=(1, 1))
     inputs = [x.float() for x in inputs]

@@ -145,6 +145,8 @@ COMBINE_ELEMENTS = 4096  # of a tile of the kernel that joins the splits
 # rows that a descriptor of packed sequences pretends to have; see `prepared.describe_packed_blocks`
 PACKED_ROWS = 1 << 30
 
+ALIGNMENT = 16  # bytes: what the copy engine asks of an address and of every stride but the last
+
 MAX_TILES = 65535  # programs along the second axis of a grid, that of the tiles
 
 
@@ -154,6 +156,17 @@ def compute_capability(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def float32_precision(dtype: torch.dtype) -> str:
+    """Return "tf32" where torch's own float32 products on CUDA would use it, else "ieee".
+
+    ``torch.backends.cuda.matmul.fp32_precision`` reflects the older switches, ``allow_tf32`` and
+    ``torch.set_float32_matmul_precision``, as well.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def generation(capability: int) -> str:
