@@ -209,6 +209,7 @@ def simulated_launch(seed, edits, ctas, together):
             dk.copy_(torch.from_numpy(dk_out))
             dv.copy_(torch.from_numpy(dv_out))
 
+        launch.compiled = "simulated"
         return launch
 
     return prepare

@@ -25,6 +25,7 @@ from flash_kernel._triton.prepared import (
     View,
     as_it_is,
     blank,
+    compile_together,
     descriptor_shape,
     is_aligned,
 )
@@ -69,9 +70,14 @@ class Backward:
             do = copied(do)
         statistics, sums = torch.empty_like(self.statistics), torch.empty_like(self.sums)
         counters = torch.empty_like(self.counters)
-        self.start(o, do, lse, dlse, statistics, sums, counters)
-        self.main(q, k, v, do, dk, dv, statistics, sums, sums, counters)
-        self.end(dq, statistics, sums)
+        of_start = (o, do, lse, dlse, statistics, sums, counters)
+        of_main = (q, k, v, do, dk, dv, statistics, sums, sums, counters)
+        of_end = (dq, statistics, sums)
+        if self.main.compiled is None:
+            compile_together((self.start, of_start), (self.main, of_main), (self.end, of_end))
+        self.start(*of_start)
+        self.main(*of_main)
+        self.end(*of_end)
         return Gradients(dq, dk, dv)
 
 

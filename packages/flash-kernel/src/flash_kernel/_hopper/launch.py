@@ -27,6 +27,7 @@ from flash_kernel._triton.prepared import (
     View,
     as_it_is,
     blank,
+    compile_together,
     descriptor_shape,
     is_aligned,
 )
@@ -94,8 +95,11 @@ class Forward:
     ) -> tuple[Tensor, Tensor]:
         """Return ``o`` and ``lse``; there are no extras."""
         o, lse = torch.empty_like(q), torch.empty_like(self.lse)
-        self.launch(q, k, v, o, lse, workspace(q.device))
-        self.redo(q, k, v, o, lse, *extras)
+        of_launch, of_redo = (q, k, v, o, lse, workspace(q.device)), (q, k, v, o, lse, *extras)
+        if self.launch.compiled is None:
+            compile_together((self.launch, of_launch), (self.redo, of_redo))
+        self.launch(*of_launch)
+        self.redo(*of_redo)
         return o, lse
 
 

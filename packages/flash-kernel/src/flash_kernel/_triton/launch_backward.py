@@ -25,7 +25,7 @@ from flash_kernel._triton.launch import (
     tile_grid,
     window_scalars,
 )
-from flash_kernel._triton.prepared import PreparedLaunch, View, as_it_is, blank
+from flash_kernel._triton.prepared import PreparedLaunch, View, as_it_is, blank, compile_together
 from flash_kernel._triton.row_statistics import flash_attention_row_statistics_kernel
 from flash_kernel.gradients import Gradients, sink_gradient
 from flash_kernel.variant import PLAIN, Modifiers, Packing, Variant
@@ -58,15 +58,18 @@ class Backward:
         statistics = torch.empty_like(self.statistics)
         slopes, bias, mask, sinks, *ends = extras
         lse = lse.contiguous()
+        # a sink is one more key, of which the loops need to know no more than lse tells
+        buffers = (statistics, slopes, bias, mask, *ends)
+        of_dk_dv, of_dq = (q, k, v, do, dk, dv, *buffers), (q, k, v, do, dq, *buffers)
+        if self.dq is not None and self.dq.compiled is None and self.dk_dv is not None:
+            compile_together((self.dk_dv, of_dk_dv), (self.dq, of_dq))
         if self.row_statistics is not None:
             dlse = None if dlse is None else dlse.contiguous()
             self.row_statistics(o, do, lse, dlse, ends[0], statistics)
-        # a sink is one more key, of which the loops need to know no more than lse tells
-        buffers = (statistics, slopes, bias, mask, *ends)
         if self.dk_dv is not None:
-            self.dk_dv(q, k, v, do, dk, dv, *buffers)
+            self.dk_dv(*of_dk_dv)
         if self.dq is not None:
-            self.dq(q, k, v, do, dq, *buffers)
+            self.dq(*of_dq)
         dsinks = None
         if sinks is not None:
             dsinks = sink_gradient(sinks, *statistics.unbind(2))

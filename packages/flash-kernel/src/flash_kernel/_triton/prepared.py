@@ -7,17 +7,20 @@ tensors of one such kind; from its second time on, only addresses change.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
+from triton import AsyncCompileMode, knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flash_kernel._triton.config import ALIGNMENT, PACKED_ROWS
 
 View = Callable[[Tensor], Tensor]  # shows a caller's tensor as [B, heads, rows, width]
 Describe = Callable[[Tensor], Any]  # makes a descriptor of a caller's tensor
+COMPILES_TOGETHER = True  # the kernels of one call, at its first
 MAX_EXTENT = 2**31 - 1  # of a descriptor's dimension
 
 
@@ -56,6 +59,10 @@ class PreparedLaunch:
         with torch.cuda.device(index):
             return self._launch_again(tensors)
 
+    def is_new_to_gpu(self, tensors: tuple[Tensor | None, ...]) -> bool:
+        """Say whether the next launch compiles for a GPU."""
+        return self.compiled is None and not is_interpreted() and device_of(tensors).type == "cuda"
+
     def _launch_again(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Launch what is compiled: as Triton does, but for the records it makes for profilers."""
         # an address as a number: asking a tensor for its own costs the launcher several times that
@@ -79,18 +86,12 @@ class PreparedLaunch:
 
     def _launch_first(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Launch through Triton, which compiles; keep the compiled kernel for the next time."""
-        present = [x for x in tensors if x is not None]
-        device, stand_in = present[0].device, present[-1]
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self._launch_first(tensors)
-        arguments = [
-            (stand_in if x is None else x) if describer is None else describer(x)
-            for x, describer in zip(tensors, self.describers, strict=True)
-        ]
-        compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
+        device = device_of(tensors)
+        arguments = self.first_arguments(tensors)
+        with on_device(device):
+            compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
         if compiled is None:  # Triton interprets
-            return None
+            return
         if any(self.describers):
             # a template must not keep the first call's tensors alive
             self.templates = [
@@ -99,7 +100,42 @@ class PreparedLaunch:
             ]
         self.cuda_index = device.index if device.type == "cuda" else None
         self.compiled = compiled
-        return None
+
+    def first_arguments(self, tensors: tuple[Tensor | None, ...]) -> list[Any]:
+        """Return what Triton compiles for: tensors and descriptors, some tensor for None."""
+        stand_in = [x for x in tensors if x is not None][-1]
+        return [
+            (stand_in if x is None else x) if describer is None else describer(x)
+            for x, describer in zip(tensors, self.describers, strict=True)
+        ]
+
+
+def compile_together(*launches: tuple[PreparedLaunch, tuple[Tensor | None, ...]]) -> None:
+    """Compile the launches that are new, each in a thread: Triton's compilers release the GIL.
+
+    Nothing is launched.  What fails here fails again, and is told, where it is launched.
+    """
+    new = [(launch, tensors) for launch, tensors in launches if launch.is_new_to_gpu(tensors)]
+    if not COMPILES_TOGETHER or len(new) < 2:
+        return
+    with (
+        on_device(device_of(new[0][1])),
+        ThreadPoolExecutor(len(new)) as executor,
+        AsyncCompileMode(executor, ignore_errors=True),
+    ):
+        for launch, tensors in new:
+            arguments = (*launch.first_arguments(tensors), *launch.constants)
+            launch.kernel.warmup(*arguments, grid=launch.grid, **launch.options)
+
+
+def device_of(tensors: tuple[Tensor | None, ...]) -> torch.device:
+    """Return the device of a launch."""
+    return next(x.device for x in tensors if x is not None)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one; Triton launches and compiles for that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -114,11 +150,17 @@ def is_profiled() -> bool:
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a single number of which `torch.empty_like` makes contiguous tensors of a shape.
+    """Return a tensor without memory, like which `torch.empty_like` makes contiguous ones.
 
     That takes half the time of `torch.empty`, which has to read the shape, dtype and device.
     """
-    return torch.empty(shape if 0 in shape else 1, dtype=dtype, device=device).expand(shape)
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype, device=device)
+    number = torch.empty_strided((1,), (1,), dtype=dtype, device=device)
+    like = number.expand(shape)
+    # a call may be met first while a CUDA graph is captured: keep nothing of its pool
+    number.untyped_storage().resize_(0)
+    return like
 
 
 def with_base(template: Any, base: Tensor | None) -> Any:
