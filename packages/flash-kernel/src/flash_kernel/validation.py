@@ -165,6 +165,12 @@ def check_kind(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         msg = f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}."
         raise TypeError(msg)
+    if hasattr(tensor, "to_local"):
+        msg = (
+            f"`{name}` must be a local tensor, got a {type(tensor).__name__}. Wrap the call in "
+            "torch.distributed.tensor.experimental.local_map, batch or heads sharded."
+        )
+        raise TypeError(msg)
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         msg = f"`{name}` must be a dense, strided tensor, got {kind}. Convert it to a dense tensor."
