@@ -88,6 +88,7 @@ def test_float64_works_on_a_cpu():
         ({"deterministic": 1}, TypeError, "`deterministic` must be True or False, got 1"),
         ({"impl": "hopper"}, RuntimeError, "capability 9.0, got .* Pass impl='triton'"),
         ({"backward": "hopper", "impl": "mock"}, RuntimeError, "capability 9.0, got .* Pass back"),
+        ({"return_lse": "o"}, TypeError, "`return_lse` must be True or False, got 'o'"),
         ({"is_causal": "no"}, TypeError, "`is_causal` must be True or False, got 'no'"),
         ({"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
     ],
