@@ -67,7 +67,15 @@ def checked_request(
         TypeError, ValueError: See `check_inputs`.
     """
     wishes = {name: getattr(options, name) for name in ("is_causal", "scale", "window", "softcap")}
-    check_inputs(q, k, v, modifiers, **wishes, deterministic=options.deterministic)
+    check_inputs(
+        q,
+        k,
+        v,
+        modifiers,
+        **wishes,
+        return_lse=options.return_lse,
+        deterministic=options.deterministic,
+    )
     variant = make_variant(q.shape[-1], **wishes)
     return describe(
         q,
