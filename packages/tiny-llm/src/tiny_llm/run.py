@@ -103,7 +103,7 @@ def _new_run(
 def _resumed_run(
     path: Path, tokens: Tokens, options: TrainOptions, device: torch.device, parallel: Parallel
 ) -> Run:
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(path, parallel)
     if tokens.checksum != checkpoint.tokens_checksum:
         message = f"{tokens.path} is not the token file that {path} was trained on"
         raise ConfigError(message)
@@ -112,8 +112,7 @@ def _resumed_run(
     _check_unchanged(checkpoint.training_config, options.training)
     same_choice = model_config.attention == checkpoint.model_config.attention
     checkpoint = _with_settings(checkpoint, model_config, options.training)
-    model = checkpoint.build_model(device=device)
-    parallel.shard(model)
+    model = checkpoint.build_model(device=device, parallel=parallel)
     checkpoint.restore_rng()
     return Run(
         model,
