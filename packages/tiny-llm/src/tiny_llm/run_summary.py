@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tiny_llm.errors import FormatError
+from tiny_llm.errors import FormatError, TinyLLMError
 from tiny_llm.files import atomic_write, read_json_object
 from tiny_llm.metrics import CURVE, METRICS, RUN, Row, read_metrics
 from tiny_llm.settings_file import FILE_NAME, read_settings
@@ -69,13 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="the run's")
     parser.add_argument("--into", type=Path, metavar="DOCUMENT.md", help="default: print it")
     options = parser.parse_args(arguments)
-    text = summary(options.folder, options.into)
-    if options.into is None:
-        print(text)
-        return
-    updated = replaced(options.into.read_text(encoding="utf-8"), text)
-    with atomic_write(options.into) as file:
-        file.write(updated.encode())
+    try:
+        text = summary(options.folder, options.into)
+        if options.into is None:
+            print(text)
+            return
+        updated = replaced(options.into.read_text(encoding="utf-8"), text)
+        with atomic_write(options.into) as file:
+            file.write(updated.encode())
+    except TinyLLMError as error:
+        parser.error(str(error))
 
 
 def _cells(
