@@ -86,21 +86,17 @@ def _cells(
 ) -> list[tuple[str, str]]:
     training, model = settings["training"], settings["model"]
     batch = training["batch_size"] * training["seq_len"]
-    speeds = [row["tokens_per_second"] for row in rows]
-    mfus = [row["mfu"] for row in rows if "mfu" in row]
     evaluated = [row for row in rows if "eval_loss" in row]
     how = [*dict.fromkeys(facts["attention"]), training["precision"]]
     how += ["compiled"] if training["compile"] else []
     shape = f"{model['num_layers']} layers of width {model['d_model']}; {', '.join(how)}"
     seen = len(rows) * batch / facts["tokens"]
-    seconds = sum(batch / each for each in speeds)
-    mfu = f", MFU {statistics.median(mfus):.1%}" if mfus else ""
+    seconds = sum(batch / row["tokens_per_second"] for row in rows)
     cells = [
         ("device", f"{facts['device']}, torch {facts['torch']}"),
         ("model", f"{facts['parameters'] / 1e6:.1f} million parameters: {shape}"),
         ("text", f"{facts['tokens'] / 1e6:.1f} million tokens, each seen {seen:.1f} times"),
-        ("steps", f"{len(rows)} of {batch:,} tokens in {seconds:.0f} s, the first with compiling"),
-        ("median speed", f"{statistics.median(speeds):,.0f} tokens/s{mfu}"),
+        ("steps", f"{len(rows)} of {batch:,} tokens in {seconds:.0f} s"),
         ("training loss", f"{statistics.mean(_last_losses(rows)):.2f} nats per token at the end"),
     ]
     if evaluated:
