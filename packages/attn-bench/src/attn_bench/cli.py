@@ -260,7 +260,8 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         "--metric",
         default="tflops",
         metavar="NAME",
-        help="tflops, gb_s, ms, memory, error, roofline, step or cold (default: tflops)",
+        help="tflops, tflops_unmasked, gb_s, ms, memory, error, roofline, step or cold "
+        "(default: tflops)",
     )
     what.add_argument(
         "--against",

@@ -22,7 +22,7 @@ from attn_bench.roofline import FLOP_CONVENTION, describe_ceilings, measure_ceil
 from attn_bench.run_file import read_run_file
 from attn_bench.runner import Runner
 from attn_bench.suites import SUITES, Suite
-from attn_bench.tables import terminal_table
+from attn_bench.tables import terminal_table, terminal_width
 from attn_bench.timing import Budget
 from tiny_llm.errors import TinyLLMError
 
@@ -51,7 +51,7 @@ def _run_on_device(
         check_name("baseline", arguments.baseline, [each.name for each in providers])
     with one_thread(device):
         rows = _measure(suite, cases, providers, device, arguments)
-    print(terminal_table(rows, arguments.baseline or suite.baseline(rows)))
+    print(terminal_table(rows, arguments.baseline or suite.baseline(rows), terminal_width()))
     return exit_status(rows)
 
 
