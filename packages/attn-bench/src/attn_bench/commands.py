@@ -115,6 +115,9 @@ def cases_of(arguments: Namespace) -> list[Case]:
 def list_providers(arguments: Namespace) -> int:
     """Print every suite with its providers, and the reason where one is unavailable."""
     device = pick_device(arguments.device)
+    width = terminal_width()
+    # a name takes up to 28 columns; the two texts share what is left
+    widths = None if width is None else [None, *[max(20, (width - 32) // 2)] * 2]
     shown: set[str] = set()
     for suite in SUITES.values():
         print(f"attn-bench {suite.command}: {suite.summary}")
@@ -126,7 +129,8 @@ def list_providers(arguments: Namespace) -> int:
         if len(lines) < len(suite.providers):
             print(f"{len(suite.providers) - len(lines)} of the providers above")
         if lines:
-            print(tabulate(lines, ["provider", "what it is", f"on {device}"]))
+            headers = ["provider", "what it is", f"on {device}"]
+            print(tabulate(lines, headers, maxcolwidths=widths))
         shown.update(suite.providers)
         print(f"presets: {', '.join(suite.presets)}\n")
     print(f"models for --shapes-of: {', '.join(MODELS)}")

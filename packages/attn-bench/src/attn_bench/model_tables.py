@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from attn_bench.decoding import Decoded
-from attn_bench.tables import fitted, reasons
+from attn_bench.tables import explained, fitted
 from attn_bench.train_step import Step
 
 
@@ -37,7 +37,7 @@ def step_table(steps: Sequence[Step], width: int | None = None) -> str:
     ]
     expendable = ["attention ms per layer", "MFU", "batch", "peak GiB", "tokens/s"]
     table = fitted(body, headers, expendable, width, stralign="left")
-    return "\n".join([table, *reasons([each.row for each in steps])])
+    return explained(table, [each.row for each in steps])
 
 
 def decoding_table(found: Sequence[Decoded], width: int | None = None) -> str:
@@ -62,4 +62,4 @@ def decoding_table(found: Sequence[Decoded], width: int | None = None) -> str:
         *("of copy", "first s", "verdict"),
     ]
     table = fitted(body, headers, ["first s", "tokens/s", "GB/s"], width, stralign="left")
-    return "\n".join([table, *reasons([each.row for each in found])])
+    return explained(table, [each.row for each in found])

@@ -34,11 +34,16 @@ def terminal_table(rows: Sequence[Row], baseline: str, width: int | None = None)
         *("case", "provider", "median ms", "p20-p80", "TFLOP/s", "GB/s"),
         *("roofline", "peak MiB", "error (allowed)", f"x {baseline}", "first call s"),
     ]
-    expendable = ["first call s", "p20-p80", "roofline", "peak MiB", "error (allowed)", "GB/s"]
-    text = fitted(body, headers, expendable, width)
-    if not any(row.is_performance for row in rows):
-        text = f"{NOT_PERFORMANCE}\n{text}"
-    return "\n".join([text, *reasons(rows)])
+    is_decoding = all(row.case.seqlen_q == 1 for row in rows)
+    expendable = ["first call s", "p20-p80", "roofline", "peak MiB", "error (allowed)"]
+    expendable.append("TFLOP/s" if is_decoding else "GB/s")
+    return explained(fitted(body, headers, expendable, width), rows)
+
+
+def explained(table: str, rows: Sequence[Row]) -> str:
+    """Return a table below a warning if it is a CPU's, and above the reasons and notes of rows."""
+    is_performance = any(row.is_performance for row in rows)
+    return "\n".join([*([] if is_performance else [NOT_PERFORMANCE]), table, *reasons(rows)])
 
 
 def terminal_width() -> int | None:
