@@ -27,6 +27,7 @@ def test_readme_shows_every_command() -> None:
         "compare",
         "report",
         "decode",
+        "overhead",
         "train-step",
         "generate",
         "policy",

@@ -5,6 +5,7 @@
     attn-bench flash --preset paper       the kernel against torch's attentions
     attn-bench layer --preset smoke       tiny-llm's attention with and without torch.compile
     attn-bench decode                     one query per sequence over a cache
+    attn-bench overhead                   what a call costs the host
     attn-bench train-step                 a training step by attention backend
     attn-bench generate                   a decoding step of a model
     attn-bench policy FILE.jsonl          the fastest backend per shape class
@@ -96,6 +97,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(from_file)
     decode = commands.add_parser("decode", help="one query per sequence over a cache")
     _add_suite(decode, DECODE_PRESETS)
+    overhead = commands.add_parser("overhead", help="what a call costs the host")
+    overhead.add_argument("--provider", nargs="+", metavar="NAME", help="of the suite `flash`")
+    _add_device(overhead)
+    _add_save(overhead)
     _add_train_step(commands.add_parser("train-step", help="a training step by attention backend"))
     _add_generate(commands.add_parser("generate", help="a decoding step of a model"))
     _add_quick(commands.add_parser("quick", help="the main job: train, check, time; minutes"))

@@ -15,6 +15,7 @@ from attn_bench.environment import describe_environment, one_thread, pick_device
 from attn_bench.errors import InputError
 from attn_bench.grid import MODELS, grid_of_model
 from attn_bench.journal import journaling, rows_to_keep, split_done
+from attn_bench.overhead import run_overhead
 from attn_bench.providers import Provider, pick_providers
 from attn_bench.quick import quick
 from attn_bench.results import Row, exit_status, saving
@@ -166,6 +167,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "flash": run_suite,
     "layer": run_suite,
     "decode": run_suite,
+    "overhead": run_overhead,
     "train-step": model_commands.run_train_step,
     "generate": model_commands.run_generation,
     "policy": file_commands.write_policy,
