@@ -114,6 +114,7 @@ def test_packed_sequences_may_be_longer_in_all_than_one_sequence_may_be():
     assert "a sequence must have at most 2097120 rows" in one.refusals["impl='triton'"]
     for impl in ("hopper", "triton"):
         assert explain((3_000_000, 1, 64), (99, 1, 64), layout="packed", impl=impl).impl == impl
+    assert explain((2**30, 1, 64), (99, 1, 64), layout="packed").impl == "hopper"
     packed = explain((2**30 + 1, 1, 64), (99, 1, 64), layout="packed")
     assert "packed sequences together must have at most" in packed.refusals["impl='triton'"]
 
