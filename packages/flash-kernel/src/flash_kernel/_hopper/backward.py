@@ -40,7 +40,7 @@ for nobody.  The first term is stored, not added, so that nothing has to clear t
 """
 
 from flash_kernel._hopper.backward_copies import produce, reduce_dq
-from flash_kernel._hopper.backward_step import accumulator_layout, step
+from flash_kernel._hopper.backward_step import step
 from flash_kernel._hopper.backward_tiles import (
     NO_TILE,
     STAGES,
@@ -60,7 +60,7 @@ from flash_kernel._hopper.compat import (
     tma_store,
     tma_store_wait,
 )
-from flash_kernel._hopper.primitives import next_stage
+from flash_kernel._hopper.primitives import accumulator_layout, next_stage
 from flash_kernel._hopper.reduce import reinterpret
 
 

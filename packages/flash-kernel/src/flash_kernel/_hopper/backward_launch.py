@@ -17,7 +17,8 @@ from flash_kernel._hopper.backward_ends import (
 from flash_kernel._hopper.backward_tiles import Problem
 from flash_kernel._hopper.compat import TensorDescriptor, gl
 from flash_kernel._hopper.config import LayoutRefusal
-from flash_kernel._hopper.launch import LOG2_E, OPTIONS, Launch, describe_tiles, num_sms
+from flash_kernel._hopper.forward_spec import LOG2_E
+from flash_kernel._hopper.launch import OPTIONS, Launch, describe_tiles, num_sms
 from flash_kernel._triton.launch import NO_EXTRAS
 from flash_kernel._triton.prepared import (
     Describe,
