@@ -16,6 +16,8 @@ KERNEL = "packages/flash-kernel"
 LLM = "packages/tiny-llm"
 BENCH = "packages/attn-bench"
 PARALLEL = "--numprocesses=auto"
+# documents beside the README that show result files
+RESULT_DOCS = ("docs/results.md", "docs/benchmarking.md")
 # a file to a process: what its tests share, such as two trained processes, is made once
 BY_FILE = (PARALLEL, "--dist=loadfile")
 # left to compile-kernel, which runs it with two versions of Triton
@@ -83,14 +85,7 @@ def tests_bench(session: nox.Session) -> None:
     session.run("pytest", BENCH, *BY_FILE, *session.posargs)
     session.run("attn-bench", "flash", "--preset=smoke", "--device=cpu", "--milliseconds=10")
     session.run("pytest", "--doctest-glob=*.md", "README.md", "docs")
-    session.run(
-        "attn-bench",
-        "table",
-        "results/nvidia-h200/flash_attention.jsonl",
-        "--into=README.md",
-        "--name=flash_attention",
-        "--check",
-    )
+    session.run("attn-bench", "docs", "README.md", *RESULT_DOCS, "--check")
 
 
 @nox.session(name="wheel-kernel")

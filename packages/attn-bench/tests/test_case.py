@@ -5,8 +5,10 @@ import pytest
 
 from attn_bench.case import Case
 from attn_bench.errors import InputError
-from attn_bench.grid import PRESETS, Grid, grid_of_model
+from attn_bench.grid import DECODE_PRESETS, PRESETS, Grid, grid_of_model
 from attn_bench.run_file import read_run_file
+
+SUITE_PRESETS = {"flash": PRESETS, "decode": DECODE_PRESETS}
 
 
 def test_paper_preset_keeps_tokens_and_width() -> None:
@@ -112,7 +114,7 @@ def test_a_run_file_holds_grids_of_its_own_and_of_presets(tmp_path: Path) -> Non
         '[[grid]]\ndtypes = ["bf16"]\nseqlens_q = [8]\nnum_heads = [4]\nnum_kv_heads = [2]\n'
         'head_dims = [8]\nbatches = [1]\ncausal = [true]\nwindows = [3]\nmodes = ["fwd"]\n'
     )
-    asked = read_run_file(path)
+    asked = read_run_file(path, SUITE_PRESETS)
     assert (asked.suite, asked.providers) == ("flash", ["sdpa"])
     assert [str(case) for case in asked.cases] == [
         "fp32 b=1 h=2 n=16 d=32 full fwd",
@@ -121,10 +123,22 @@ def test_a_run_file_holds_grids_of_its_own_and_of_presets(tmp_path: Path) -> Non
     ]
 
 
+def test_a_run_file_of_a_suite_starts_from_that_suites_presets(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('suite = "decode"\n[[grid]]\npreset = "serving"\nbatches = [8]\n')
+    asked = read_run_file(path, SUITE_PRESETS)
+    assert asked.suite == "decode"
+    assert {(case.seqlen_q, case.batch) for case in asked.cases} == {(1, 8)}
+    path.write_text('suite = "flash"\n[[grid]]\npreset = "serving"\n')
+    with pytest.raises(InputError, match="unknown preset 'serving'; choose from 'smoke'"):
+        read_run_file(path, SUITE_PRESETS)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "needs at least one table"),
+        ('suite = "speed"\n[[grid]]', "unknown suite in .*: 'speed'; choose from 'flash'"),
         ("grid = 3", "needs at least one table"),
         ("[[grid]", "is not TOML"),
         ("speed = 1", "unknown key in .*: 'speed'; choose from 'suite', 'providers', 'grid'"),
@@ -139,5 +153,5 @@ def test_a_bad_run_file_is_refused_in_one_line(tmp_path: Path, text: str, messag
     path = tmp_path / "run.toml"
     path.write_text(text)
     with pytest.raises(InputError, match=message) as caught:
-        read_run_file(path)
+        read_run_file(path, SUITE_PRESETS)
     assert "\n" not in str(caught.value)

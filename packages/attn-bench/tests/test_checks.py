@@ -9,7 +9,8 @@ from attn_bench.case import Case
 from attn_bench.checks import LIMITS, Check, Limits, Oracle
 from attn_bench.providers import FLASH_PROVIDERS, Attention, Provider
 from attn_bench.runner import first_call
-from attn_bench.workload import make_inputs
+from attn_bench.truth import Tensors
+from attn_bench.workload import Inputs, make_inputs
 from flash_kernel import attention_reference
 
 CPU = torch.device("cpu")
@@ -97,6 +98,36 @@ def test_some_heads_stand_for_all_where_float64_is_slow() -> None:
     check = judge(case, causal, Limits(work=3 * 14 * 16 * 16 * 16, scores=256))
     assert check.is_right
     assert check.scope == "3 of 8 heads"
+
+
+def test_some_heads_stand_for_all_where_a_cache_does_not_fit_in_float64() -> None:
+    case = Case("fp32", 4, 4, 1, 100, 16, False, "fwd", num_kv_heads=2)
+    inputs = make_inputs(case, CPU)
+    tensors = first_call(FLASH_PROVIDERS["sdpa"].build(case, CPU), inputs)[0]
+    check = Oracle(case, inputs, replace(LIMITS["cpu"], entries=3 * 100 * 16)).check(tensors)
+    assert check.is_right
+    assert check.scope == "3 of 8 heads"
+
+
+def summed_in_order(inputs: Inputs, drift: float) -> Tensor:
+    """Return attention that adds one key after the other, its float32 sums drifting by `drift`."""
+    q, k, v = (each.detach() for each in inputs[:3])
+    p = torch.softmax(q.double() @ k.double().mT * q.shape[-1] ** -0.5, dim=-1).float()
+    acc = torch.zeros_like(q)
+    for key in range(k.shape[-2]):
+        acc = (acc * (1 + drift)).addcmul(p[..., key : key + 1], v[..., key : key + 1, :])
+    return acc
+
+
+def test_slabs_leave_room_for_sums_in_order_but_not_for_a_drift_of_them() -> None:
+    case = Case("fp32", 1, 1, 64, 65_536, 16, False, "fwd")
+    inputs = make_inputs(case, CPU)
+    oracle = Oracle(case, inputs, SLABS)
+    right = oracle.check(Tensors(summed_in_order(inputs, 0.0), None, None, None))
+    assert right.is_right, right.violations
+    assert right.scope == "o and dq in 1 x 64 rows of 1 of 1 heads"
+    # a 1 that comes out as 1 + 2^-20 at each of 65536 keys
+    assert not oracle.check(Tensors(summed_in_order(inputs, 2**-20), None, None, None)).is_right
 
 
 @pytest.mark.parametrize("limits", [LIMITS["cpu"], SLABS], ids=["whole", "slabs"])

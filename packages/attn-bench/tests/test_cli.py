@@ -2,15 +2,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attn_bench.cli import main
-from attn_bench.providers import Attention, Provider
-from attn_bench.results import read_results
+from attn_bench.providers import DECODE_PROVIDERS, Attention, Provider
+from attn_bench.results import RowWriter, read_results
 from attn_bench.tables import NOT_PERFORMANCE
 from flash_kernel import attention_reference
 
@@ -155,7 +157,7 @@ def test_list_says_why_a_provider_is_unavailable(capsys: pytest.CaptureFixture[s
         (["quick", *CPU, "--save", "."], "it is a folder; give a file name"),
         (["quick", "--device", "cuda:99"], "device 'cuda:99' is not there"),
         (["table", "missing.jsonl"], "cannot read missing.jsonl: No such file or directory"),
-        (["table", "missing.jsonl", "--check"], "`--check` needs `--into`"),
+        (["docs", "missing.md"], "cannot read missing.md: No such file or directory"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -244,6 +246,22 @@ def test_decode_reads_the_cache_with_one_query(
         assert row.gb_s == pytest.approx(bytes_moved / ((row.median_ms or 0) * 1e6))
 
 
+def test_decode_takes_providers_that_cannot_differentiate(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def forward_only(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q.detach(), k, v, enable_gqa=True)
+
+    provider = plant("forward-only", forward_only)
+    monkeypatch.setitem(DECODE_PROVIDERS, provider.name, provider)
+    path = tmp_path / "decode.jsonl"
+    arguments = ["decode", *CPU, "--milliseconds", "1", "--provider", provider.name]
+    assert main([*arguments, "--save", str(path)]) == 0
+    assert {row.state for row in read_results(path).rows} == {"ok"}
+    assert {tuple(row.errors) for row in read_results(path).rows} == {("o",)}
+    assert main([*arguments, "--mode", "fwd+bwd"]) == 2
+
+
 def test_env_prints_what_goes_with_a_result(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", *CPU]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -285,21 +303,27 @@ def test_table_prints_markdown(saved: Path, capsys: pytest.CaptureFixture[str]) 
     assert "| dense-eager |" in " ".join(out.split())
 
 
-def test_table_check_fails_until_the_document_is_updated(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_table_takes_some_of_the_rows(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["table", str(saved), "--csv", "--provider", "sdpa"]) == 0
+    assert [line.split(",")[1] for line in capsys.readouterr().out.splitlines()] == [
+        *("provider", "sdpa")
+    ]
+    assert main(["table", str(saved), "--mode", "bwd"]) == 2
+    assert "none of the rows was timed" in capsys.readouterr().err
+    assert main(["table", str(saved), "--metric", "speed"]) == 2
+    assert "unknown metric 'speed'" in capsys.readouterr().err
+
+
+def test_rows_that_were_only_checked_are_in_no_table(
+    saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = tmp_path / "README.md"
-    before = "Speed:\n<!-- attn-bench:flash -->\n<!-- /attn-bench:flash -->\nEnd.\n"
-    readme.write_text(before)
-    into = ["table", str(saved), "--into", str(readme)]
-    assert main([*into, "--check"]) == 1
-    assert "does not show" in capsys.readouterr().err
-    assert readme.read_text() == before
-    assert main(into) == 0
-    assert main([*into, "--check"]) == 0
-    readme.write_text(readme.read_text().replace("sdpa", "other"))
-    assert main([*into, "--check"]) == 1
-    assert main([*into, "--name", "speed"]) == 2
+    row = read_results(saved).rows[0].failed("ok", "")
+    with saved.open("a") as file:
+        RowWriter(file, None).write(replace(row, suite="quick_check", provider="only-checked"))
+    capsys.readouterr()
+    assert main(["table", str(saved)]) == 0
+    assert "only-checked" not in capsys.readouterr().out
 
 
 def test_help_needs_no_torch() -> None:

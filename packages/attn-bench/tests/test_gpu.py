@@ -1,5 +1,7 @@
 """What only a CUDA device can show: its clock, its memory, and the providers that need it."""
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,6 +37,25 @@ def test_events_time_the_device_and_not_the_launch() -> None:
     # 137 GFLOP take at least 0.1 ms on any GPU of today, and launching takes a hundredth of that
     assert times[1] > 0.05
     assert 5 < times[8] / times[1] < 11
+
+
+def test_a_launch_is_hidden_and_one_that_cannot_be_is_told_of() -> None:
+    x = torch.ones(16, device=GPU)
+
+    def launched_after(seconds: float) -> Workload:
+        def run(_: Tensor | None) -> None:
+            time.sleep(seconds)
+            x.add_(1)
+
+        return Workload(nothing, run)
+
+    slow, hopeless = launched_after(2e-4), launched_after(2e-2)
+    clock = Clock(GPU)
+    times = [clock.milliseconds(slow) for _ in range(10)]
+    assert not clock.was_late
+    assert times[-1] < 0.1
+    assert clock.milliseconds(hopeless) > 10
+    assert clock.was_late
 
 
 def test_the_l2_cache_is_cold_in_every_run() -> None:

@@ -8,10 +8,11 @@ import pytest
 from attn_bench.case import Case
 from attn_bench.cli import main
 from attn_bench.errors import InputError
+from attn_bench.metrics import METRICS
 from attn_bench.plots import draw
 from attn_bench.report import report, script_json
 from attn_bench.results import Results, Row, saving
-from attn_bench.series import METRICS, panels
+from attn_bench.series import Ceiling, ceiling_of, panels
 
 HERE = {
     "device": "a <GPU>",
@@ -63,10 +64,38 @@ def test_a_panel_holds_what_differs_in_length_and_provider_only() -> None:
     forward, backward = panels(RESULTS.rows)
     assert (forward.mode, backward.mode) == ("fwd", "bwd")
     assert forward.providers == ["slow", "fast", "big"]
-    assert forward.title == "flash attention: bf16, d 128, causal, fwd"
-    (tflops,) = (metric for metric in METRICS if metric.name == "tflops")
-    assert forward.curve("fast", tflops) == [(512, 102.4), (1024, 204.8), (2048, 409.6)]
-    assert forward.curve("big", tflops) == []
+    assert forward.title == "flash attention: bf16, h 16, d 128, causal, fwd"
+    assert forward.curve("fast", METRICS["tflops"]) == [(512, 102.4), (1024, 204.8), (2048, 409.6)]
+    assert forward.curve("big", METRICS["tflops"]) == []
+
+
+def test_a_length_of_several_batches_has_a_panel_for_each() -> None:
+    two = [replace(row, case=replace(row.case, batch=2)) for row in ROWS if row.case.mode == "fwd"]
+    four = [replace(row, case=replace(row.case, batch=4)) for row in two]
+    assert [panel.title.partition(": ")[2] for panel in panels([*two, *four])] == [
+        *("bf16, b 2, h 16, d 128, causal, fwd", "bf16, b 4, h 16, d 128, causal, fwd")
+    ]
+
+
+def test_a_ceiling_far_above_the_curves_is_told_and_not_drawn() -> None:
+    (panel,) = panels([row for row in ROWS if row.case.mode == "fwd"])
+    near = ceiling_of(panel, METRICS["tflops"], HERE)  # the best has 410 TFLOP/s
+    assert near == Ceiling(700.0, "measured matmul", is_near=True)
+    environment = HERE | {"ceilings": {"matmul_tflops": {"bf16": 1700.0}, "copy_gb_s": 4000.0}}
+    far = ceiling_of(panel, METRICS["tflops"], environment)
+    assert far == Ceiling(1700.0, "measured matmul", is_near=False)
+    (ax,) = draw([panel], METRICS["tflops"], environment).axes
+    assert ax.get_ylim()[1] < 500
+    assert [text.get_text() for text in ax.texts] == ["measured matmul: 1700"]
+    assert ceiling_of(panel, METRICS["memory"], HERE) is None
+
+
+def test_the_report_leaves_out_columns_without_a_value() -> None:
+    page = report(RESULTS)
+    assert "<th>peak MiB</th>" in page
+    assert "<th>graph ms</th>" not in page
+    with_graph = tuple(replace(row, graph_ms=0.01) for row in ROWS)
+    assert "<th>graph ms</th>" in report(Results(HERE, with_graph))
 
 
 def test_the_report_has_a_table_per_panel_and_no_address() -> None:
@@ -95,27 +124,28 @@ def test_a_cpu_report_says_that_it_is_no_performance_figure() -> None:
     assert "not a performance figure" not in report(RESULTS)
 
 
-def test_report_and_plots_are_written(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+def test_report_is_written_beside_its_file(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(saved)]) == 0
+    assert capsys.readouterr().out.strip() == str(saved.with_suffix(".html"))
+    assert "<!doctype html>" in saved.with_suffix(".html").read_text()
+
+
+def test_plots_are_written_as_png_and_svg(saved: Path) -> None:
     folder = saved.parent / "plots"
-    assert main(["report", str(saved), "--plots", str(folder)]) == 0
+    assert main(["plots", str(saved), "--into", str(folder)]) == 0
     names = {
         f"run-{what}.{kind}" for what in ("tflops", "memory", "error") for kind in ("png", "svg")
     }
     assert {path.name for path in folder.iterdir()} == names
     assert (folder / "run-tflops.png").read_bytes()[:4] == b"\x89PNG"
-    svg = (folder / "run-tflops.svg").read_text()
     before = (folder / "run-error.svg").read_text()
-    assert main(["report", str(saved), "--plots", str(folder)]) == 0
+    assert before.startswith("<?xml")
+    assert main(["plots", str(saved), "--into", str(folder)]) == 0
     assert (folder / "run-error.svg").read_text() == before  # the same results, the same file
-    assert svg.startswith("<?xml")
-    assert str(saved.with_suffix(".html")) in capsys.readouterr().out
 
 
 def test_no_curve_is_cut_off_by_its_plot() -> None:
-    pytest.importorskip("matplotlib")
-    (tflops,) = (metric for metric in METRICS if metric.name == "tflops")
-    figure = draw(panels(RESULTS.rows), tflops, HERE)
+    figure = draw(panels(RESULTS.rows), METRICS["tflops"], HERE)
     for ax in figure.axes:
         low, high = ax.get_ylim()
         assert low == 0
@@ -142,4 +172,5 @@ def test_the_page_works_in_a_browser(saved: Path) -> None:
     assert done.stdout.count('class="curve"') == 2
     assert done.stdout.count("<circle") == 6
     assert done.stdout.count('class="ceiling"') == 1
+    assert "measured matmul: 700<" in done.stdout
     assert done.stdout.count("<option") == 2 + 4

@@ -1,13 +1,10 @@
 import csv
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
 
 from attn_bench.case import Case
-from attn_bench.errors import InputError
+from attn_bench.metrics import METRICS
 from attn_bench.results import Results, Row
-from attn_bench.tables import NOT_PERFORMANCE, as_csv, markdown, replaced, terminal_table
+from attn_bench.tables import NOT_PERFORMANCE, as_csv, markdown, terminal_table
 
 CASE = Case("bf16", 2, 4, 8, 8, 16, True, "fwd")
 ENVIRONMENT = {
@@ -72,30 +69,13 @@ def test_markdown_has_a_column_per_provider_and_the_best_in_bold() -> None:
 
 
 def test_the_best_time_is_the_smallest() -> None:
-    assert "| **1** |" in " ".join(markdown(Results(ENVIRONMENT, ROWS), "ms").split())
+    assert "| **1** |" in " ".join(markdown(Results(ENVIRONMENT, ROWS), METRICS["ms"]).split())
 
 
-def test_rows_that_were_only_checked_are_left_out_of_the_markdown() -> None:
-    checked = Row("quick_check", "only-checked", CASE, "ok", errors={"o": 0.0}, bounds={"o": 1.0})
-    assert "only-checked" not in markdown(Results(ENVIRONMENT, (checked, *ROWS)))
-    with pytest.raises(InputError, match="no timed rows"):
-        markdown(Results(ENVIRONMENT, (checked,)))
-
-
-def test_replaced_changes_only_what_lies_between_the_markers() -> None:
-    document = "a\n<!-- attn-bench:x -->\nold\n<!-- /attn-bench:x -->\nb\n"
-    updated = replaced(document, "x", "new\n", Path("R.md"))
-    assert updated == "a\n<!-- attn-bench:x -->\n\nnew\n\n<!-- /attn-bench:x -->\nb\n"
-    assert replaced(updated, "x", "new\n", Path("R.md")) == updated
-
-
-@pytest.mark.parametrize(
-    "document",
-    ["", "<!-- attn-bench:x -->", "<!-- /attn-bench:x -->\n<!-- attn-bench:x -->"],
-)
-def test_a_document_without_the_markers_is_refused(document: str) -> None:
-    with pytest.raises(InputError, match="attn-bench:x"):
-        replaced(document, "x", "new", Path("R.md"))
+def test_a_step_stands_beside_its_prediction() -> None:
+    rows = (replace(ROWS[0], predicted_ms=2.25), ROWS[1])
+    text = " ".join(markdown(Results(ENVIRONMENT, rows), METRICS["step"]).split())
+    assert "| 2.0 (2.2) | **1.0** |" in text
 
 
 def test_an_unstable_time_is_marked() -> None:

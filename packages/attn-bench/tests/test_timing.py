@@ -1,3 +1,4 @@
+import time
 from collections.abc import Callable
 
 import pytest
@@ -67,6 +68,34 @@ def test_a_failure_while_timing_stops_that_provider_only() -> None:
     timings = time_interleaved(workloads, Clock(CPU), budget, failures.__setitem__)
     assert set(timings) == {"good"}
     assert isinstance(failures["bad"], torch.OutOfMemoryError)
+
+
+class LateClock(Clock):
+    """A GPU's clock whose device waits for the host in every run but each third."""
+
+    runs = 0
+
+    def milliseconds(self, workload: Workload) -> float:
+        self.runs += 1
+        self.was_late = self.runs % 3 > 0
+        return super().milliseconds(workload)
+
+
+def test_a_time_with_the_launch_in_it_says_so() -> None:
+    workloads = {"sdpa": Workload(nothing, lambda _: None)}
+    for clock, has_launch in ((LateClock(CPU), True), (Clock(CPU), False)):
+        timings = time_interleaved(workloads, clock, Budget(0.0, 15, 15), no_failure)
+        assert timings["sdpa"].has_launch is has_launch
+
+
+def test_the_budget_holds_what_is_prepared_too() -> None:
+    def sleeps() -> None:
+        time.sleep(0.01)
+
+    workloads = {"sdpa": Workload(sleeps, lambda _: None)}
+    (timing,) = time_interleaved(workloads, Clock(CPU), Budget(0.1), no_failure).values()
+    assert timing.median_ms < 1
+    assert timing.repetitions <= 10
 
 
 def test_preparation_is_outside_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,21 @@
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attn_bench.case import Case
 from attn_bench.cli import main
 from attn_bench.errors import InputError
+from attn_bench.peer_step import load_peer
 from attn_bench.policy import policy_of
 from attn_bench.results import Results, Row, read_results, saving
 from attn_bench.step_shape import StepShape
-from attn_bench.train_step import Step, predicted
+from attn_bench.train_step import Step, predicted, time_training
 from flash_kernel import attention_reference
 from tiny_llm import attention
 from tiny_llm.attention import AttentionRequest
@@ -65,6 +68,59 @@ def test_train_step_times_every_backend_and_saves(
     assert rows[0].predicted_ms == pytest.approx(rows[0].median_ms)
 
 
+PEER = """
+from torch import nn
+
+class Peer(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+
+    def forward(self, tokens, targets):
+        logits = self.head(self.embedding(tokens))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def make_model(seq_len, vocab_size):
+    return Peer(vocab_size)
+"""
+
+
+def test_a_peers_step_is_timed_in_the_same_run_and_predicts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, saved = tmp_path / "tinypeer.py", tmp_path / "steps.jsonl"
+    file.write_text(PEER)
+    run = ["--backend", "eager", "--peer", str(file), "--steps", "2", "--device", "cpu"]
+    assert main(["train-step", *SMALL, *run, "--save", str(saved)]) == 0
+    ours, peers = read_results(saved).rows
+    assert (peers.provider, peers.state, peers.predicted_ms) == ("tinypeer", "ok", None)
+    assert peers.case == ours.case
+    assert peers.semantics["parameters"] == 257 * 8 + 257 * 8 + 257
+    assert peers.semantics["model"] == "a peer's"
+    assert "tinypeer" in capsys.readouterr().out
+
+
+def test_a_peers_weights_are_trained(tmp_path: Path) -> None:
+    file = tmp_path / "tinypeer.py"
+    file.write_text(PEER)
+    _, prepare = load_peer(file)
+    peer = prepare(SHAPE, 16, torch.device("cpu"))
+    tokens = peer.step.prepare()
+    for _ in range(5):
+        peer.step.run(tokens)
+    assert peer.losses == sorted(peer.losses, reverse=True)
+    assert peer.losses[0] == pytest.approx(5.7, abs=0.5)  # ln 257 = 5.5 is a blind guess
+
+
+def test_a_file_that_makes_no_model_is_no_peer(tmp_path: Path) -> None:
+    file = tmp_path / "empty.py"
+    file.write_text("")
+    with pytest.raises(InputError, match="must define make_model"):
+        load_peer(file)
+    with pytest.raises(InputError, match="takes a file of Python code"):
+        load_peer(tmp_path / "absent.py")
+
+
 def test_train_step_fails_on_a_backend_that_forgets_the_mask(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -96,6 +152,28 @@ def test_a_backend_that_raises_is_a_row_and_the_others_go_on(tmp_path: Path) -> 
     rows = read_results(path).rows
     assert [row.state for row in rows] == ["ok", "error", "ok"]
     assert rows[1].detail == "RuntimeError: illegal memory access"
+
+
+def test_what_a_failed_backend_held_is_free_for_the_others() -> None:
+    held: list[weakref.ref[Tensor]] = []
+
+    def raises(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        scores = q @ k.mT
+        held.append(weakref.ref(scores))
+        raise torch.OutOfMemoryError("too many scores")
+
+    def sees(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> Tensor:
+        assert held[0]() is None
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    attention.register("raises", raises)
+    attention.register("sees", sees)
+    try:
+        found = time_training(SHAPE, [16], ["sdpa", "raises", "sees"], torch.device("cpu"))
+    finally:
+        attention.unregister("raises")
+        attention.unregister("sees")
+    assert [each.row.state for each in found] == ["ok", "oom", "ok"]
 
 
 def timed(provider: str, mode: str, n: int, milliseconds: float) -> Row:

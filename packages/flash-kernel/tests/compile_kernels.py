@@ -25,13 +25,12 @@ from flash_kernel._triton.backward import (
     flash_attention_dq_kernel,
 )
 from flash_kernel._triton.config import (
-    FLOAT32,
-    HALF_PRECISION,
     BlockConfig,
     KernelSpec,
+    configs_for,
     decode_config,
-    generation,
     padded_head_dim,
+    takes_pieces,
 )
 from flash_kernel._triton.decode import (
     flash_attention_append_kernel,
@@ -145,8 +144,7 @@ def compile_all(options: argparse.Namespace) -> None:
     target = GPUTarget(
         *(("hip", arch, 64) if options.hip else ("cuda", arch, 32)),
     )
-    table = FLOAT32 if options.dtype == "fp32" else HALF_PRECISION
-    configs = table[generation(options.capability)][max(64, padded_head_dim(options.head_dim))]
+    configs = configs_for(options.head_dim, DTYPES[options.dtype], options.capability)
     kernels = [
         (flash_attention_forward_kernel, configs.forward, True),
         (flash_attention_row_statistics_kernel, BlockConfig(block_m=32), False),
@@ -164,7 +162,10 @@ def compile_all(options: argparse.Namespace) -> None:
             (flash_attention_decode_kernel, config, False),
             (flash_attention_combine_kernel, BlockConfig(), False),
         ]
-    for kernel, config, takes_descriptors in kernels[:1] if options.first else kernels:
+    for kernel, config, reads_tiles in kernels[:1] if options.first else kernels:
+        is_forward = kernel is flash_attention_forward_kernel
+        in_pieces = options.pointers or takes_pieces(options.head_dim, is_forward=is_forward)
+        use_descriptors = reads_tiles and options.capability >= 90 and not in_pieces
         spec = KernelSpec(
             HEAD_DIM=options.head_dim,
             HEAD_DIM_V=options.head_dim,
@@ -183,8 +184,8 @@ def compile_all(options: argparse.Namespace) -> None:
             HAS_SINKS=options.all_features,
             PAGE_SIZE=options.page_size,
             IS_PACKED=options.packed,
-            USE_DESCRIPTORS=takes_descriptors and options.capability >= 90 and not options.pointers,
-            IN_PIECES=takes_descriptors and (options.capability < 90 or options.pointers),
+            USE_DESCRIPTORS=use_descriptors,
+            IN_PIECES=reads_tiles and not use_descriptors,
         )
         compiled = compile_one(kernel, spec, config, target, options.dtype)
         report: dict[str, Any] = {

@@ -88,6 +88,7 @@ def test_float64_works_on_a_cpu():
         ({"deterministic": 1}, TypeError, "`deterministic` must be True or False, got 1"),
         ({"impl": "hopper"}, RuntimeError, "capability 9.0, got .* Pass impl='triton'"),
         ({"backward": "hopper", "impl": "mock"}, RuntimeError, "capability 9.0, got .* Pass back"),
+        ({"return_lse": "o"}, TypeError, "`return_lse` must be True or False, got 'o'"),
         ({"is_causal": "no"}, TypeError, "`is_causal` must be True or False, got 'no'"),
         ({"causal": True}, TypeError, "unexpected keyword argument 'causal'"),
     ],
@@ -178,14 +179,37 @@ def test_gradients_are_deterministic_unless_the_caller_and_torch_allow_otherwise
     plans = []
 
     def spy(*arguments):
-        plan, variant = dispatch.checked_plan(*arguments)
-        plans.append(plan)
-        return plan, variant
+        call = dispatch.checked_call(*arguments)
+        plans.append(call.plan)
+        return call
 
-    monkeypatch.setattr(flash_kernel.api, "checked_plan", spy)
+    monkeypatch.setattr(flash_kernel.api, "checked_call", spy)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: torch_wants_it)
     flash_attention(*QKV, **options)
     assert [plan.is_deterministic for plan in plans] == [expected]
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch", "mock", "reference"])
+def test_every_path_runs_where_torch_demands_determinism(impl, device):
+    """And repeats its bits; torch raises where an operation has no such form."""
+    q, k, v = make_qkv(2, 4, 33, 40, 16, dtype=torch.float32, device=device)
+    k, v = (k, v) if impl == "mock" else (k[:, :2], v[:, :2])
+    options = {"is_causal": True, "impl": impl}
+    if impl in ("triton", "reference"):
+        options |= {"sinks": torch.zeros(4, device=device), "bias": q.new_zeros(4, 33, 40)}
+
+    def once():
+        leaves = {n: x.detach().requires_grad_() for n, x in {"q": q, "k": k, "v": v}.items()}
+        extra = {n: options[n].detach().requires_grad_() for n in ("sinks", "bias") if n in options}
+        o = flash_attention(**leaves, **(options | extra))
+        return [o, *torch.autograd.grad(o.square().sum(), [*leaves.values(), *extra.values()])]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = once(), once()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("layout", ["packed", "cache"])

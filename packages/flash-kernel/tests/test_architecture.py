@@ -15,13 +15,13 @@ KERNEL_FOLDERS = ("_triton.", "_hopper.")
 
 # Lowest first: a module imports from lower layers only, at its top or inside a function.
 LAYERS = (
-    ("variant", "gradients", "merge", "autocast"),
+    ("variant", "gradients", "merge", "autocast", "document"),
     (
         *("validation", "shapes", "second_order", "request"),
         *("_triton", "_triton.config", "_hopper", "_hopper.config", "_hopper.compat"),
     ),
     (
-        *("reference", "packed", "_triton.tiles", "_triton.probe", "_triton.prepared"),
+        *("reference", "packed", "calls", "_triton.tiles", "_triton.probe", "_triton.prepared"),
         *("_hopper.primitives", "_hopper.tiles", "_hopper.backward_config", "_hopper.reduce"),
     ),
     (
@@ -42,7 +42,7 @@ LAYERS = (
     ("api", "varlen", "kvcache"),
     ("function", "flash_attn", "transformers"),
     ("",),  # flash_kernel itself
-    ("error_table",),  # a command
+    ("error_table", "support_matrix"),  # commands
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 

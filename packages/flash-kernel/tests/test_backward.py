@@ -91,6 +91,18 @@ def test_gradients_do_not_depend_on_block_size(config, device):
         torch.testing.assert_close(results[:3], expected[:3], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("use_descriptors", [False, True], ids=["pieces", "padded"])
+@pytest.mark.parametrize("head_dim", [72, 96])
+def test_gradients_are_right_where_rows_are_padded_or_in_pieces(head_dim, use_descriptors, device):
+    if use_descriptors and device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("descriptors are used from compute capability 9.0 on")
+    *tensors, _ = saved(33, 40, head_dim, dtype=torch.float32, device=device, is_causal=True)
+    variant = Variant(head_dim**-0.5, right=0)
+    expected = flash_attention_backward(*tensors, None, variant)
+    results = launch_backward(*tensors, None, variant, use_descriptors=use_descriptors)
+    torch.testing.assert_close(results[:3], expected[:3], rtol=1e-5, atol=1e-5)
+
+
 def test_dense_backward_passes_gradcheck():
     q, k, v = make_qkv(1, 1, 5, 7, 4, dtype=torch.float64, requires_grad=True)
     fn = partial(

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -110,6 +111,20 @@ def test_function_compiles_into_a_full_graph(device):
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+def test_new_lengths_batches_and_heads_do_not_compile_anew(impl, device):
+    counted = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counted, fullgraph=True, dynamic=True)
+    def layer(q, k, v):
+        return flash_attention(2 * q, k, v, is_causal=True, impl=impl)
+
+    for batch, heads, seqlen in ((2, 3, 20), (3, 2, 24), (4, 5, 33), (2, 4, 17)):
+        inputs = make_qkv(batch, heads, seqlen, seqlen, 16, dtype=torch.float32, device=device)
+        layer(*(x.requires_grad_() for x in inputs)).sum().backward()
+    assert counted.frame_count == 1
+
+
 @NEEDS_COMPILER
 @pytest.mark.parametrize("impl", ["auto", "mock", "torch"])
 def test_full_graph_compiles_and_equals_eager(impl, device):
@@ -170,7 +185,7 @@ def test_selective_checkpoint_keeps_attention_where_it_is_an_operator(
     forwards = []
 
     def counted(*args):
-        forwards.append(args[0].impl)
+        forwards.append(args[0].plan.impl)
         return run_forward(*args)
 
     run_forward = autograd.run_forward

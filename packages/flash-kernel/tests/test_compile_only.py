@@ -77,6 +77,19 @@ def test_odd_head_dim_compiles_by_pointers_on_hopper():
         assert report["shared_bytes"] <= SHARED_BYTES[90]
 
 
+@pytest.mark.parametrize(("head_dim", "is_padded"), [(80, False), (96, True)])
+def test_forward_of_a_head_dim_between_is_padded_or_leaves_room_for_a_third_program(
+    head_dim, is_padded
+):
+    options = ("--capability", "90", "--head-dim", str(head_dim), "--causal", "--first")
+    (forward,) = compile_kernels(*options, kernels=TRAINING[:1])
+    assert (forward["bulk_copies"] > 0) == is_padded
+    assert forward["spilled_bytes"] == 0, forward
+    if not is_padded:
+        assert 3 * 128 * forward["registers"] <= 65536, forward
+        assert 3 * (forward["shared_bytes"] + 1024) <= 228 << 10, forward
+
+
 def test_all_features_at_once_compile_within_shared_memory():
     for report in with_products(
         compile_kernels("--capability", "90", "--dtype", "bf16", "--all-features")

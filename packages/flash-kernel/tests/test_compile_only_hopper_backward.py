@@ -24,8 +24,11 @@ def compile_backward(*options):
 @pytest.mark.parametrize(
     ("head_dim", "options", "loops"),
     [
-        (64, ["--causal"], 2), (64, ["--causal", "--rotated"], 2), (128, ["--causal"], 2),
-        (128, ["--causal", "--rotated"], 2), (128, ["--fast"], 1),
+        (64, ["--causal"], 2),
+        (64, ["--causal", "--rotated"], 2),
+        (128, ["--causal"], 2),
+        (128, ["--causal", "--rotated"], 2),
+        (128, ["--fast"], 1),
     ],
     ids=["64 causal", "64 rotated", "128 causal", "128 rotated", "128 full, fast"],
 )
@@ -42,3 +45,9 @@ def test_exponentials_lie_under_a_product_and_registers_suffice(head_dim, option
     # dq is added by the copy engine, or straight from the registers
     assert ("UTMAREDG" in report["opcodes"]) == ("--fast" not in options)
     assert report["opcodes"]["REDG"] > 0
+
+
+def test_kernels_of_one_call_are_compiled_in_threads_and_found_at_the_launch():
+    (report,) = compile_reports("compile_together.py")
+    assert report["in_main_thread"] == [False, False]
+    assert report["compiled_again"] == 0

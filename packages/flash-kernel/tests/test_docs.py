@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import flash_kernel
+from flash_kernel import support_matrix
 from flash_kernel.dispatch import BACKWARDS, IMPLS
+from flash_kernel.document import replaced
 
 FOLDER = Path(__file__).parents[1]
 SOURCE = Path(flash_kernel.__file__).parent
@@ -37,6 +39,18 @@ def test_readme_names_every_implementation_and_backward() -> None:
     for option, choices in (("impl", IMPLS), ("backward", BACKWARDS)):
         (table,) = re.findall(rf"^\| `{option}` \| what.*\n((?:\|.*\n)+)", tables, re.MULTILINE)
         assert set(re.findall(r'^\| `"(\w+)"` \|', table, re.MULTILINE)) == set(choices)
+
+
+def test_support_matrix_is_what_the_code_decides() -> None:
+    """Made anew by ``python -m flash_kernel.support_matrix --into`` the README."""
+    readme = document(FOLDER / "README.md").read_text("utf-8")
+    assert readme == replaced(readme, support_matrix.as_markdown(), support_matrix.MARKERS)
+
+
+def test_text_is_replaced_between_markers_that_are_there_once() -> None:
+    assert replaced("a <1> b <2> c", "new", ("<1>", "<2>")) == "a <1>\nnew\n<2> c"
+    with pytest.raises(ValueError, match="must have the markers"):
+        replaced("a <1> b", "new", ("<1>", "<2>"))
 
 
 def test_version_is_the_one_of_the_installed_package_and_of_the_changelog() -> None:

@@ -100,6 +100,18 @@ def test_torch_attention_matches_or_refuses(feature, device):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("backward", ["triton", "dense"])
+def test_sink_that_is_switched_off_has_no_gradient_from_rows_that_see_nothing(backward, device):
+    q, k, v = (torch.randn(1, 2, rows, 8, device=device) for rows in (5, 3, 3))  # 2 empty rows
+    sinks = torch.tensor([-torch.inf, 0.5], device=device, requires_grad=True)
+    o = flash_attention(q, k, v, sinks=sinks, is_causal=True, impl="triton", backward=backward)
+    (dsinks,) = torch.autograd.grad(o.sum(), sinks)
+    expected = attention_reference(q.double(), k.double(), v.double(), sinks=sinks, is_causal=True)
+    (exact,) = torch.autograd.grad(expected[0].sum(), sinks)
+    assert dsinks[0] == 0
+    torch.testing.assert_close(dsinks[1], exact[1], rtol=1e-5, atol=1e-5)
+
+
 def test_bias_is_learnable(device):
     inputs, options, do, _ = in_float32(*draw(20, 33, device, tensors=["bias"]))
     bias = options["bias"].requires_grad_()

@@ -7,7 +7,7 @@ import torch
 import triton
 
 from flash_kernel import flash_attention
-from flash_kernel._triton import launch, prepared
+from flash_kernel._triton import launch
 from flash_kernel._triton.config import BlockConfig, KernelConfigs
 from flash_kernel.testing import assert_matches_reference, make_qkv
 from flash_kernel.variant import Variant
@@ -41,7 +41,7 @@ def test_kernel_matches_float64(seqlen_q, seqlen_k, is_causal, device):
     assert_matches_reference(partial(TRITON, is_causal=is_causal), q, k, v, is_causal=is_causal)
 
 
-@pytest.mark.parametrize("head_dim", [1, 16, 40, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [1, 16, 40, 64, 80, 96, 128, 192, 256])
 def test_kernel_matches_float64_at_any_head_dim(head_dim, device):
     q, k, v = make_qkv(1, 1, 40, 72, head_dim, dtype=torch.float16, device=device)
     assert_matches_reference(partial(TRITON, is_causal=True), q, k, v, is_causal=True)
@@ -166,7 +166,7 @@ def test_every_stride_is_honoured(layout, device):
 
 
 @pytest.mark.parametrize("use_descriptors", [False, True], ids=["pointers", "descriptors"])
-@pytest.mark.parametrize("head_dim", [24, 64])
+@pytest.mark.parametrize("head_dim", [24, 64, 72, 96, 160])
 def test_pointers_and_descriptors_read_the_same_tiles(use_descriptors, head_dim, device):
     if use_descriptors and device == "cuda" and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("descriptors are used from compute capability 9.0 on")
@@ -175,6 +175,25 @@ def test_pointers_and_descriptors_read_the_same_tiles(use_descriptors, head_dim,
     expected_o, expected_lse = forward(q, k, v, is_causal=True)
     torch.testing.assert_close(o, expected_o, rtol=0, atol=2e-3)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "by_forward", "by_backward"),
+    [
+        (64, True, True),
+        (80, False, False),
+        (96, True, False),
+        (128, True, True),
+        (192, False, False),
+    ],
+)
+def test_rows_are_padded_by_descriptors_or_read_in_pieces(
+    head_dim, by_forward, by_backward, monkeypatch
+):
+    monkeypatch.setattr(launch, "is_interpreted", lambda: True)  # as good as a GPU that has them
+    rows = torch.zeros(1, 1, 8, head_dim, dtype=torch.float16)
+    assert launch.can_use_descriptors(rows, is_forward=True) == by_forward
+    assert launch.can_use_descriptors(rows) == by_backward
 
 
 def test_misaligned_tensors_are_read_by_pointers(device):
@@ -207,7 +226,6 @@ def test_grid_has_one_program_per_batch_head_and_query_tile(device, monkeypatch)
 
     monkeypatch.setattr(launch, "flash_attention_forward_kernel", Recorder())
     q, k, v = make_qkv(2, 3, 130, 70, 16, dtype=torch.float32, device=device)
-    monkeypatch.setattr(prepared, "_prepared", {})
     forward(q, k, v)
     grid, (block_m,) = grids
     assert grid == (2 * 3, triton.cdiv(130, block_m), 1)

@@ -2,6 +2,9 @@
 
 import itertools
 import math
+import shutil
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -196,6 +199,50 @@ def test_batch_beyond_2_31_elements_and_grid_limits_is_right():
         expected = TRITON(alone, alone, alone, is_causal=True)
         assert torch.equal(o[index], expected[0]), index
         assert torch.equal(dq[index], gradients_of(expected, alone, alone.detach())[0][0]), index
+
+
+def test_captured_forward_and_backward_equal_eager_ones():
+    q, k, v = draw(2, 4, 600, 64, requires_grad=True)
+    do = torch.randn_like(q)
+
+    def once():
+        o = TRITON(q, k, v, is_causal=True)
+        return o, *gradients_of(o, (q, k, v), do)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        once()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = once()
+    for _ in range(2):
+        with torch.no_grad():
+            q.normal_()
+        graph.replay()
+        assert all(map(torch.equal, captured, once()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer_finds_nothing(tool):
+    """By pointers: the racecheck tool does not know bulk copies."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    script = """
+import torch
+from flash_kernel._triton.launch import launch_forward
+from flash_kernel._triton.launch_backward import launch_backward
+from flash_kernel.variant import Variant
+q, k, v = (torch.randn(1, 2, n, 40, device="cuda", dtype=torch.float16) for n in (70, 130, 130))
+o, lse = launch_forward(q, k, v, Variant(0.2, right=0), use_descriptors=False)
+launch_backward(q, k, v, o, lse, o, None, Variant(0.2, right=0), use_descriptors=False)
+torch.cuda.synchronize()
+"""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "7", sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
 
 
 GUARD = 4096  # elements on either side of a tensor

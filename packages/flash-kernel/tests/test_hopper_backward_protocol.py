@@ -180,7 +180,7 @@ def as_float(x):
 def simulated_launch(seed, edits, ctas, together):
     """Return what takes the place of `prepare_main`: a launch that runs on the simulator."""
 
-    def prepare(q, k, variant, spec):
+    def prepare(q, k, variant, spec, _):
         problem = backward_launch.problem_of(q, k, variant, spec)._replace(heads_together=together)
         name = str(q.dtype).removeprefix("torch.")
 
@@ -210,6 +210,7 @@ def simulated_launch(seed, edits, ctas, together):
             dk.copy_(torch.from_numpy(dk_out))
             dv.copy_(torch.from_numpy(dv_out))
 
+        launch.compiled = "simulated"
         return launch
 
     return prepare
@@ -232,7 +233,6 @@ def simulate(
     dlse = torch.randn(lse.shape).masked_fill(lse.isinf(), 0)
     finite = lse.masked_fill(lse.isinf(), 0)
     expected = torch.autograd.grad((o, finite), leaves, (do.double(), dlse.double()))
-    monkeypatch.setattr(backward_launch, "prepared", lambda _, prepare: prepare())
     prepare = simulated_launch(seed, edits, ctas, together)
     monkeypatch.setattr(backward_launch, "prepare_main", prepare)
     if is_rotated:

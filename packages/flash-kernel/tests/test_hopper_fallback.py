@@ -9,6 +9,7 @@ import torch
 from flash_kernel import attention_reference, dispatch
 from flash_kernel._hopper.config import BuildFailure
 from flash_kernel.autograd import run_forward
+from flash_kernel.calls import Call
 from flash_kernel.request import Plan, Request
 from flash_kernel.testing import make_qkv
 from flash_kernel.variant import PLAIN, Variant
@@ -62,11 +63,12 @@ def broken_compiler(monkeypatch):
 
     kernel = Kernel()
 
-    def launch_forward(q, k, v, variant):
-        launch.Launch(kernel, (1, 1), [None] * 3, (q.shape[2], "SPEC"), {})(q, k, v)
+    def prepare_forward(q, k, v, variant, *, view):
+        prepared = launch.Launch(kernel, (1, 1), [None] * 3, (q.shape[2], "SPEC"), {})
+        return lambda q, k, v, _: prepared(q, k, v)
 
     monkeypatch.setattr(launch, "_failures", {})
-    monkeypatch.setattr(launch, "launch_forward", launch_forward)
+    monkeypatch.setattr(launch, "prepare_forward", prepare_forward)
     return kernel
 
 
@@ -87,23 +89,25 @@ def test_named_hopper_raises_where_gluon_is_missing(no_gluon):
 
 def test_auto_warns_once_where_the_compiler_fails(broken_compiler, device):
     q, k, v = make_qkv(1, 2, 9, 9, 16, dtype=torch.float32, device=device)
-    plan = Plan("hopper", "triton")
+    call = Call(Plan("hopper", "triton"), Variant(0.25))
     message = "portable Triton kernels: .* cannot be built: KeyError: 'no such layout"
     with pytest.warns(RuntimeWarning, match=message):
-        o, _ = run_forward(plan, q, k, v, Variant(0.25), PLAIN)
+        o, _ = run_forward(call, q, k, v, PLAIN)
     torch.testing.assert_close(o, attention_reference(q, k, v)[0], rtol=1e-5, atol=1e-5)
     with warnings.catch_warnings(record=True) as second:
         warnings.simplefilter("always")
         for rows in (9, 8):
-            run_forward(plan, q[:, :, :rows], k, v, Variant(0.25), PLAIN)
+            other = Call(Plan("hopper", "triton"), Variant(0.25))
+            run_forward(other, q[:, :, :rows], k, v, PLAIN)
     assert not [x for x in second if "portable" in str(x.message)]
     assert broken_compiler.tries == 1, "what failed is not compiled at each call, or in each shape"
 
 
 def test_named_hopper_raises_where_the_compiler_fails(broken_compiler, device):
     q, k, v = make_qkv(1, 2, 9, 9, 16, dtype=torch.float32, device=device)
+    call = Call(Plan("hopper", "triton", impl_is_named=True), Variant(0.25))
     with pytest.raises(BuildFailure, match="cannot be built: KeyError"):
-        run_forward(Plan("hopper", "triton", impl_is_named=True), q, k, v, Variant(0.25), PLAIN)
+        run_forward(call, q, k, v, PLAIN)
 
 
 def test_packed_and_cached_keys_are_refused():

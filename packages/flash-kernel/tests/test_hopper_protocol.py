@@ -12,7 +12,7 @@ from flash_kernel._hopper import consumer, primitives, producer, softmax, tiles
 from flash_kernel._hopper.config import FORWARD, FORWARD_LONG
 from flash_kernel._hopper.forward import flash_attention_hopper_forward_kernel
 from flash_kernel._hopper.launch import LOG2_E, Sizes, clipped, count_tiles, forward_spec
-from flash_kernel._triton.launch import redo_forward
+from flash_kernel._triton.launch import NO_EXTRAS, redo_launch
 from flash_kernel._triton.prepared import is_interpreted
 from flash_kernel.reference import dense_attention
 from flash_kernel.variant import PLAIN, Variant
@@ -142,7 +142,7 @@ def test_marked_tiles_are_done_again_and_no_others(variant, num_heads_k):
     marked = lse.isnan()
     assert marked.any()
     o[~marked] += 1  # a tile that is computed anew loses this
-    redo_forward(q, k, v, o, lse, variant)
+    redo_launch(q, k, v, o, variant)(q, k, v, o, lse, *NO_EXTRAS)
     # with no capability, tiles have 64 rows
     redone = torch.cat([x.any(-1, True).expand_as(x) for x in marked.split(64, -1)], -1)
     assert not redone.all()
@@ -157,7 +157,7 @@ def test_nan_in_a_value_reaches_the_rows_that_see_it_and_no_others():
     before = simulate(sizes, variant, FORWARD[64], dtype=torch.float16, nan_at=150)
     q, k, v, o, lse = (x.to(torch.float16) if x.dim() == 4 else x.clone() for x in before)
     assert lse[..., 128:150].isnan().any(), "the fixed reference cannot tell what is hidden"
-    redo_forward(q, k, v, o, lse, variant)
+    redo_launch(q, k, v, o, variant)(q, k, v, o, lse, *NO_EXTRAS)
     assert o[..., 150:, 3].isnan().all()
     o[..., 150:, 3] = v[..., 150, 3] = 0
     right = torch.arange(64) != 3

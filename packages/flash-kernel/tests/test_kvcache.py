@@ -1,12 +1,19 @@
 """Caches: what is appended, what is seen, and that nothing else matters."""
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 
-from flash_kernel import attention_reference, flash_attention_with_kvcache
-from flash_kernel._triton import launch_decode, prepared
+from flash_kernel import (
+    attention_reference,
+    calls,
+    flash_attention,
+    flash_attention_with_kvcache,
+)
+from flash_kernel._triton import launch_decode
+from flash_kernel._triton.config import DECODE_BLOCK_M
 from flash_kernel.sequence_ops import cached_forward_appending_op, cached_forward_op
 
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -134,9 +141,7 @@ def test_appends_and_attends_as_float64_says(case, paged, impl, device):
 def test_every_number_of_splits_gives_the_same_values(
     num_splits, combined_at_once, device, monkeypatch
 ):
-    monkeypatch.setattr(
-        prepared, "_prepared", {}
-    )  # what is combined at once is no part of its keys
+    monkeypatch.setattr(calls, "_calls", {})  # what is combined at once is no part of a kind
     monkeypatch.setattr(launch_decode, "COMBINE_ELEMENTS", 16 * combined_at_once)
     q, caches, _, options = draw(device, heads=(4, 2), tensors=["sinks"])
     expected = one_by_one(q, caches, [], **options)
@@ -206,6 +211,7 @@ def test_operators_pass_opcheck(impl, device):
     )
     paged, table = in_pages([x.nan_to_num() for x in caches])
     one = slice(1, 2)  # sequence: opcheck calls an operator a dozen times
+    paged = [x.mT.contiguous().mT for x in paged]  # an operator takes any strides
     inputs = (q[one], *paged, lengths(device)[one], table[one])
     extras = (None, options["sinks"], 0.25, 200, 0, None, None, impl)
     torch.library.opcheck(cached_forward_op, (*inputs, *extras))
@@ -231,6 +237,27 @@ def test_full_graph_appends_in_place_and_equals_eager(device):
         o = step(q, *compiled, *new, seqlens)
         torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(compiled, eager, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_tiles_than_an_axis_of_a_grid_has_are_appended_and_attended_to():
+    """An axis other than the first ends at 65535."""
+    num_new = 65536 * launch_decode.APPEND_BLOCK_N + 5
+    half = {"dtype": torch.float16, "device": "cuda"}
+    k_cache, v_cache = (torch.zeros(1, 1, num_new + 3, 16, **half) for _ in "kv")
+    k, v = (torch.randn(1, 1, num_new, 16, **half) for _ in "kv")
+    length = torch.tensor([3], dtype=torch.int32, device="cuda")
+    # two queries more than fill 65536 tiles
+    group = 128
+    q = torch.randn(1, group, 65536 * DECODE_BLOCK_M // group + 2, 16, **half)
+    attend = partial(flash_attention_with_kvcache, q, impl="triton", cache_seqlens=length)
+    attend(k_cache, v_cache, k, v, window=(0, 0))
+    assert torch.equal(k_cache[:, :, 3:], k)
+    assert torch.equal(v_cache[:, :, 3:], v)
+    o = attend(k_cache, v_cache)
+    expected = flash_attention(q[..., -3:, :], k_cache[:, :, :3], v_cache[:, :, :3], impl="triton")
+    torch.testing.assert_close(o[..., -3:, :], expected, rtol=0, atol=2e-3)
 
 
 @pytest.mark.gpu

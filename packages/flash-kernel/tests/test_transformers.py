@@ -104,6 +104,34 @@ def test_generation_is_that_of_eager_attention(name, device):
     assert torch.equal(ours.sequences, eager.sequences)
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_mask_of_a_sliding_layer_is_passed_as_its_window(padded, device, monkeypatch):
+    """So that what lies outside takes no time."""
+    asked = []
+
+    def recorded(*tensors, **options):
+        asked.append((options["window"], options["mask"] is None))
+        return flash_kernel.flash_attention(*tensors, **options)
+
+    monkeypatch.setattr(flash_kernel.transformers, "flash_attention", recorded)
+    tokens, is_token = batch(device)
+    build("gemma2", "flash_kernel", device)(tokens, attention_mask=is_token if padded else None)
+    # the second layer's window of 6 has 5 keys before a row's own
+    assert set(asked) == ({(None, False)} if padded else {(None, True), ((5, 0), True)})
+
+
+def test_window_is_found_in_a_mask_that_is_one_and_in_no_other(device):
+    keys, positions = torch.arange(9, device=device), torch.arange(3, 9, device=device)[:, None]
+    mask = ((keys <= positions) & (keys >= positions - 2)).expand(2, 1, 6, 9).contiguous()
+    find = flash_kernel.transformers._window_of
+    assert find(mask) == find(mask) == (2, 0)
+    mask[1, 0, 3, 5] = False  # changed in place, after it was looked at
+    assert find(mask) is None
+    assert find(torch.ones(1, 1, 6, 9, dtype=torch.bool, device=device)) is None
+    assert find(torch.zeros(1, 1, 6, 9, dtype=torch.bool, device=device)) is None
+    assert find(torch.ones(1, 1, 6, 9, dtype=torch.bool, device=device).tril(3)) == (8, 0)
+
+
 def test_static_cache_does_not_attend_to_what_is_not_yet_written(device):
     tokens = torch.randint(3, 64, (1, 12), device=device)
     eager, ours = (

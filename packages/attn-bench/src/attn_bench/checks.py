@@ -17,20 +17,27 @@ from torch import Tensor
 
 from attn_bench.case import Case
 from attn_bench.mask import bounds, visible
-from attn_bench.truth import Tensors, error_of, expect_masked
+from attn_bench.truth import Tensors, error_of, expect_masked, with_sums_in_order
 from attn_bench.workload import Inputs, make_inputs
 from flash_kernel.testing import AttentionErrors, Expectation, TensorError, expect
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a float64 check may cost: operations in all, and entries of one score matrix."""
+    """What a float64 check may cost.
+
+    Attributes:
+        work: Operations in all.
+        scores: Entries of one score matrix.
+        entries: Entries of k, and of v, of all heads that are compared.
+    """
 
     work: float
     scores: int
+    entries: int = 2**27
 
 
-# 4096^2 scores take 128 MiB in float64, 16384^2 take 2 GiB
+# 4096^2 scores take 128 MiB in float64, 16384^2 take 2 GiB; 2^27 entries of k take 1 GiB
 LIMITS = {"cpu": Limits(2e10, 4096**2), "cuda": Limits(2e13, 16384**2)}
 
 # query rows of a slab, where slabs stand for all rows
@@ -124,7 +131,7 @@ class Oracle:
         starts = sorted({0, (case.seqlen_q - rows) // 2, case.seqlen_q - rows})
         scope = f"o and dq in {len(starts)} x {rows} rows of {heads_of(case, heads)}"
         self._pieces = [
-            piece(case, inputs, heads, (start, start + rows), ("o", "dq"), scope)
+            piece(case, inputs, heads, (start, start + rows), ("o", "dq"), scope, is_slab=True)
             for start in starts
             if visible_length(case, start + rows) > 0
         ]
@@ -166,6 +173,8 @@ def piece(
     rows: tuple[int, int],
     names: tuple[str, ...],
     scope: str,
+    *,
+    is_slab: bool = False,
 ) -> Piece:
     """Return the truth of `rows` of `heads`.
 
@@ -176,11 +185,13 @@ def piece(
     chosen = slice(*rows)
     q, k, v, do = (by_kv_head(each.detach(), case.kv_heads)[heads] for each in inputs)
     q, do, k, v = q[..., chosen, :], do[..., chosen, :], k[..., :keys, :], v[..., :keys, :]
+    seen = visible(case, q.device, chosen, keys)
     if case.window is None and case.num_kv_heads is None:
         expectation = expect(q, k, v, do, is_causal=case.is_causal)
     else:
-        seen = visible(case, q.device, chosen, keys)
         expectation = expect_masked(q, k, v, do, seen)
+    if is_slab:
+        expectation = with_sums_in_order(expectation, seen)
     return Piece(expectation, case.kv_heads, heads, chosen, names, scope)
 
 
@@ -204,8 +215,9 @@ def pick_heads(case: Case, limits: Limits) -> list[int]:
     total = case.batch * case.kv_heads
     # forward and backward are 7 matmuls of 2 M N D operations
     groups = case.num_heads // case.kv_heads
-    per_head = 14 * groups * case.seqlen_q * case.seqlen_k * case.head_dim
-    count = min(total, max(1, int(limits.work / per_head)))
+    entries = case.seqlen_k * case.head_dim
+    fitting = min(limits.work / (14 * groups * case.seqlen_q * entries), limits.entries / entries)
+    count = min(total, max(1, int(fitting)))
     return [index * total // count for index in range(count)]
 
 

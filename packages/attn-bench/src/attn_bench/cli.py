@@ -5,14 +5,17 @@
     attn-bench flash --preset paper       the kernel against torch's attentions
     attn-bench layer --preset smoke       tiny-llm's attention with and without torch.compile
     attn-bench decode                     one query per sequence over a cache
+    attn-bench overhead                   what a call costs the host
     attn-bench train-step                 a training step by attention backend
     attn-bench generate                   a decoding step of a model
     attn-bench policy FILE.jsonl          the fastest backend per shape class
     attn-bench list                       suites, providers, and why one is unavailable
-    attn-bench report FILE.jsonl          one HTML page, and plots
+    attn-bench report FILE.jsonl          one HTML page
+    attn-bench plots FILE.jsonl           PNG and SVG
+    attn-bench table FILE.jsonl           Markdown from a saved result
+    attn-bench docs README.md             the tables and plots of a document, anew or checked
     attn-bench compare A.jsonl B.jsonl    what became slower
     attn-bench env                        the machine, as it goes with every result
-    attn-bench table FILE.jsonl           Markdown from a saved result
 
 Exit status: 0 if everything agrees, 1 if something is wrong, 2 for bad input, 130 if interrupted.
 """
@@ -87,20 +90,29 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(from_file)
     decode = commands.add_parser("decode", help="one query per sequence over a cache")
     _add_suite(decode, DECODE_PRESETS)
+    overhead = commands.add_parser("overhead", help="what a call costs the host")
+    overhead.add_argument("--provider", nargs="+", metavar="NAME", help="of the suite `flash`")
+    _add_device(overhead)
+    _add_save(overhead)
     _add_train_step(commands.add_parser("train-step", help="a training step by attention backend"))
     _add_generate(commands.add_parser("generate", help="a decoding step of a model"))
     _add_quick(commands.add_parser("quick", help="the main job: train, check, time; minutes"))
     listing = commands.add_parser("list", help="suites, providers, and why one is unavailable")
     _add_device(listing)
     _add_table(commands.add_parser("table", help="Markdown table of a saved result"))
+    _add_plots(commands.add_parser("plots", help="plots of a saved result, as PNG and SVG"))
+    docs = commands.add_parser("docs", help="the tables and plots of documents, anew or checked")
+    docs.add_argument("documents", nargs="+", type=Path, metavar="README.md")
+    docs.add_argument(
+        "--check", action="store_true", help="change nothing, exit 1 if one does not show its file"
+    )
     _add_device(commands.add_parser("env", help="the machine, as it goes with every result"))
     policy = commands.add_parser("policy", help="the fastest backend of tiny-llm per shape class")
     policy.add_argument("file", type=Path, metavar="FILE.jsonl")
     policy.add_argument("--into", type=Path, metavar="POLICY.json", help="default: print it")
-    page = commands.add_parser("report", help="one HTML page of a saved result, and plots")
+    page = commands.add_parser("report", help="one HTML page of a saved result")
     page.add_argument("file", type=Path, metavar="FILE.jsonl")
     page.add_argument("--into", type=Path, metavar="PAGE.html", help="default: FILE.html")
-    page.add_argument("--plots", type=Path, metavar="FOLDER", help="also write PNG and SVG there")
     _add_compare(commands.add_parser("compare", help="two result files; 1 if the second is slower"))
     return parser
 
@@ -132,6 +144,15 @@ def _add_train_step(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         default=["eager", "sdpa", "flash"],
         help="attention backends of tiny-llm; the first is what the others are predicted from",
+    )
+    parser.add_argument(
+        "--peer",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE.py",
+        help="also time other programs' models: a file's make_model(seq_len, vocab_size) returns "
+        "a module of tokens and targets that returns the mean loss",
     )
     parser.add_argument(
         "--steps", type=positive, default=10, help="timed steps, in fives (default: 10)"
@@ -227,14 +248,45 @@ def _add_quick(parser: argparse.ArgumentParser) -> None:
     _add_save(parser)
 
 
-def _add_table(parser: argparse.ArgumentParser) -> None:
+def _add_rows(parser: argparse.ArgumentParser) -> None:
+    """Add a result file, and which of its rows are taken."""
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--metric", default="tflops", help="tflops, gb_s, ms or memory")
-    parser.add_argument("--csv", action="store_true", help="print every row as CSV instead")
-    parser.add_argument("--into", type=Path, metavar="README.md", help="replace the text there")
+    rows = parser.add_argument_group("rows", "each of these leaves out all others")
+    rows.add_argument("--provider", nargs="+", metavar="NAME")
+    rows.add_argument("--mode", nargs="+", choices=MODES)
+    rows.add_argument("--dtype", nargs="+", choices=DTYPES)
+    rows.add_argument("--head-dim", nargs="+", type=positive)
+
+
+def _add_table(parser: argparse.ArgumentParser) -> None:
+    _add_rows(parser)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--metric",
+        default="tflops",
+        metavar="NAME",
+        help="tflops, gb_s, ms, memory, error, roofline, step or cold (default: tflops)",
+    )
+    what.add_argument(
+        "--against",
+        nargs="+",
+        metavar="NAME",
+        help="instead: the ratio to the best of these providers, its mean and its worst case",
+    )
+    what.add_argument("--csv", action="store_true", help="instead: every row as CSV")
+
+
+def _add_plots(parser: argparse.ArgumentParser) -> None:
+    _add_rows(parser)
     parser.add_argument(
-        "--name", help="of the markers <!-- attn-bench:NAME --> (default: FILE without .jsonl)"
+        "--into", type=Path, metavar="FOLDER", default=Path(), help="default: the current one"
     )
     parser.add_argument(
-        "--check", action="store_true", help="with --into: change nothing, exit 1 if it differs"
+        "--metric",
+        nargs="+",
+        default=["tflops", "memory", "error"],
+        metavar="NAME",
+        help="as of `table` (default: tflops memory error)",
     )
+    parser.add_argument("--format", nargs="+", choices=("png", "svg"), default=["png", "svg"])
+    parser.add_argument("--name", help="what the files' names begin with (default: FILE's)")

@@ -1,6 +1,6 @@
 """The first call of a provider in a new process whose compiler caches are empty.
 
-python -m attn_bench.cold_start '{"provider": ..., "case": {...}, "device": ...}'
+python -m attn_bench.cold_start '{"provider": ..., "backward": ..., "case": ..., "device": ...}'
 """
 
 import json
@@ -14,17 +14,23 @@ from pathlib import Path
 import torch
 
 from attn_bench.case import Case
+from attn_bench.providers import Provider
 
 TIMEOUT_SECONDS = 300
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 
 
-def cold_call_milliseconds(provider: str, case: Case, device: torch.device) -> float | str:
+def cold_call_milliseconds(provider: Provider, case: Case, device: torch.device) -> float | str:
     """Return the wall time in ms of the first forward and backward, or in one line why not.
 
-    Importing torch and making the inputs are not counted.
+    Importing torch and making the inputs are not counted, nor is a backward that does not exist.
     """
-    request = {"provider": provider, "case": asdict(case), "device": str(device)}
+    request = {
+        "provider": provider.name,
+        "backward": provider.has_backward,
+        "case": asdict(case),
+        "device": str(device),
+    }
     with tempfile.TemporaryDirectory(prefix="attn-bench-") as folder:
         empty = {name: str(Path(folder, name)) for name in CACHES}
         try:
@@ -56,7 +62,7 @@ def _child(text: str) -> None:
     # its table is the largest
     provider = DECODE.providers[request["provider"]]
     inputs = make_inputs(case, device)
-    call = first_call if provider.has_backward else first_forward
+    call = first_call if request["backward"] else first_forward
     print(call(provider.build(case, device), inputs)[1])
 
 

@@ -15,6 +15,7 @@ from attn_bench.environment import describe_environment, one_thread, pick_device
 from attn_bench.errors import InputError
 from attn_bench.grid import MODELS, grid_of_model
 from attn_bench.journal import journaling, rows_to_keep, split_done
+from attn_bench.overhead import run_overhead
 from attn_bench.providers import Provider, pick_providers
 from attn_bench.quick import quick
 from attn_bench.results import Row, exit_status, saving
@@ -35,14 +36,16 @@ def run_suite(arguments: Namespace) -> int:
 
 def run_file(arguments: Namespace) -> int:
     """Run the suite and the grids of a TOML file."""
-    asked = read_run_file(arguments.file)
-    check_name(f"suite in {arguments.file}:", asked.suite, SUITES)
+    asked = read_run_file(arguments.file, {name: each.presets for name, each in SUITES.items()})
     return _run_on_device(SUITES[asked.suite], asked.cases, asked.providers, arguments)
 
 
 def _run_on_device(
     suite: Suite, cases: Sequence[Case], names: list[str] | None, arguments: Namespace
 ) -> int:
+    if not suite.checks_gradients and any(case.mode != "fwd" for case in cases):
+        msg = f"`{suite.command}` checks and times the forward alone: leave `--mode` out."
+        raise InputError(msg)
     device = pick_device(arguments.device)
     providers = pick_providers(suite.providers, names, device)
     if arguments.baseline is not None:
@@ -77,6 +80,7 @@ def _measure(
             Budget(seconds=arguments.milliseconds / 1e3),
             ceilings,
             arguments.cold_start,
+            suite.checks_gradients,
         )
         with tqdm(total=len(cases) * len(chosen), initial=len(kept), unit="row") as progress:
             for row in runner.rows(left):
@@ -136,7 +140,8 @@ def print_environment(arguments: Namespace) -> int:
     with one_thread(device):
         environment = describe_environment(device)
         ceilings = measure_ceilings(device, DTYPES if device.type == "cuda" else ("fp32",))
-    lines = [*environment.items(), ("ceilings", describe_ceilings(ceilings))]
+    peers = ", ".join(f"{name} {version}" for name, version in environment.pop("peers").items())
+    lines = [*environment.items(), ("peers", peers), ("ceilings", describe_ceilings(ceilings))]
     print(tabulate(lines, tablefmt="plain", disable_numparse=True, missingval="-"))
     return 0
 
@@ -158,6 +163,7 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "flash": run_suite,
     "layer": run_suite,
     "decode": run_suite,
+    "overhead": run_overhead,
     "train-step": model_commands.run_train_step,
     "generate": model_commands.run_generation,
     "policy": file_commands.write_policy,
@@ -166,6 +172,8 @@ COMMANDS: dict[str, Callable[[Namespace], int]] = {
     "env": print_environment,
     "list": list_providers,
     "table": file_commands.print_table,
+    "plots": file_commands.draw_plots,
+    "docs": file_commands.fill_documents,
     "compare": file_commands.compare_files,
     "report": file_commands.save_report,
 }

@@ -90,7 +90,7 @@ def time_decoding(
     copy_gb_s: float,
 ) -> list[Decoded]:
     """Time every (attention, decoding) at every batch and context, after a check of its logits."""
-    clock, found = Clock(device), []
+    clock, found = Clock(device, hides_launch=False), []
     with tqdm(total=len(batches) * len(contexts), unit="shape") as progress:
         for batch, context in product(batches, contexts):
             torch.compiler.reset()

@@ -17,6 +17,12 @@ import tiny_llm
 from attn_bench.errors import InputError
 from attn_bench.roofline import FLOP_CONVENTION
 
+# distributions of attention that may be compared with, see `attn_bench.providers.others`
+PEERS = (
+    *("flash-attn", "flash-attn-4", "nvidia-cutlass-dsl", "xformers", "flashinfer-python"),
+    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+)
+
 
 def pick_device(name: str | None) -> torch.device:
     """Return the device `name`, by default the GPU if there is one; a GPU is made the current one.
@@ -73,6 +79,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if is_cuda else None,  # type: ignore[no-untyped-call]
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "peers": {name: found for name in PEERS if (found := _version(name)) is not None},
         "flash_kernel": flash_kernel.__version__,
         "tiny_llm": tiny_llm.__version__,
         "attn_bench": attn_bench.__version__,

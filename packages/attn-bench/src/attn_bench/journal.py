@@ -11,7 +11,7 @@ from attn_bench.files import appearing_whole, check_writable
 from attn_bench.results import Row, RowWriter, read_results
 
 # a run is gone on with only where these are as they were
-SAME = ("device", "driver", "torch", "triton", "commit", "dirty", "flash_kernel")
+SAME = ("device", "driver", "torch", "triton", "commit", "dirty", "flash_kernel", "peers")
 
 
 def partial_path(path: Path) -> Path:

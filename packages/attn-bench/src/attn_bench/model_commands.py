@@ -10,6 +10,7 @@ from attn_bench.decoding import DecodingShape, time_decoding
 from attn_bench.environment import describe_environment, one_thread, pick_device, summarize
 from attn_bench.errors import InputError
 from attn_bench.model_tables import decoding_table, step_table
+from attn_bench.peer_step import load_peer
 from attn_bench.results import exit_status, saving
 from attn_bench.roofline import describe_ceilings, measure_ceilings
 from attn_bench.step_shape import StepShape
@@ -40,7 +41,8 @@ def run_train_step(arguments: Namespace) -> int:
             environment = describe_environment(device)
             print(f"train-step on {summarize(environment)}\n{shape}\n", flush=True)
             with saving(arguments.save, environment) as save:
-                found = time_training(shape, arguments.seqlen, arguments.backend, device)
+                peers = dict(map(load_peer, arguments.peer))
+                found = time_training(shape, arguments.seqlen, arguments.backend, device, peers)
                 for each in found:
                     save(each.row)
     except TinyLLMError as error:  # an unknown backend, or a width that has no heads

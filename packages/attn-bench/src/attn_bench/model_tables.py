@@ -13,22 +13,22 @@ def step_table(steps: Sequence[Step]) -> str:
     body = []
     for each in steps:
         row, measured = each.row, each.row.median_ms
-        expected = row.predicted_ms or 0.0
+        expected = row.predicted_ms
         times = [""] * 6
         if measured is not None:
-            share = measured / expected - 1 if expected > 0 else float("nan")
             times = [
                 f"{measured:.2f}",
                 f"{each.tokens_per_second or 0.0:,.0f}",
                 "unknown" if each.mfu is None else f"{each.mfu:.1%}",
                 "" if row.peak_mib is None else f"{row.peak_mib / 1024:.1f}",
-                f"{expected:.2f}",
-                f"{share:+.1%}",
+                "" if expected is None else f"{expected:.2f}",
+                f"{measured / expected - 1:+.1%}" if expected else "",
             ]
-        loss = f"{each.loss_difference:.1e}"
+        loss = f"{row.errors['loss']:.1e}" if row.errors else ""
         name = f"{'~' if row.state == 'unstable' else ''}{row.provider}"
         cells = [str(row.case.seqlen_q), str(row.case.batch), name, *times]
-        body.append([*cells, f"{each.attention_ms:.3f}", loss, row.detail or row.state])
+        alone = "" if each.attention_ms is None else f"{each.attention_ms:.3f}"
+        body.append([*cells, alone, loss, row.detail or row.state])
     headers = [
         *("n", "batch", "attention", "step ms", "tokens/s", "MFU", "peak GiB"),
         *("predicted ms", "difference", "attention ms per layer", "loss difference", "verdict"),

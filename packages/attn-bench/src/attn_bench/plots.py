@@ -7,45 +7,53 @@ from typing import TYPE_CHECKING, Any
 
 from attn_bench.environment import summarize
 from attn_bench.errors import InputError
+from attn_bench.metrics import METRICS, Metric
 from attn_bench.results import Results
-from attn_bench.series import METRICS, Metric, Panel, all_providers, panels
+from attn_bench.series import Panel, all_providers, ceiling_of, panels
 from attn_bench.tables import NOT_PERFORMANCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PLOTTED = ("tflops", "memory", "error")
 COLUMNS = 4
 STYLE: Any = {"svg.hashsalt": "attn-bench", "font.size": 9}
 
 
-def save_plots(results: Results, folder: Path, name: str) -> list[Path]:
-    """Write ``NAME-tflops``, ``NAME-memory`` and ``NAME-error`` into `folder`, each twice.
+def save_plots(
+    results: Results, metrics: Sequence[str], paths: Sequence[Path], source: str
+) -> None:
+    """Draw each metric into the file of `paths` at its place, PNG or SVG by its name.
+
+    Args:
+        results: What is drawn.
+        metrics: Names of `METRICS`.
+        paths: As many files.
+        source: What the plots are made of; written into each, see `is_drawn_from`.
 
     Raises:
-        InputError: if nothing was timed or the folder cannot be written.
+        InputError: if nothing was timed or a file cannot be written.
     """
     from matplotlib import rc_context
 
     drawn = panels(results.rows)
-    if not drawn:
-        raise InputError("the result file holds no timed rows.")
-    paths = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for metric in (each for each in METRICS if each.name in PLOTTED):
-            figure = draw(drawn, metric, results.environment)
-            for suffix in ("png", "svg"):
-                paths.append(folder / f"{name}-{metric.name}.{suffix}")
-                # no date, so that the same results give the same file
-                metadata: dict[str, Any] = {"Date": None} if suffix == "svg" else {}
-                with rc_context(STYLE):
-                    figure.savefig(paths[-1], dpi=120, metadata=metadata)
-    except OSError as error:
-        msg = f"cannot write {folder}: {error.strerror or error}."
-        raise InputError(msg) from error
-    return paths
+    for name, path in zip(metrics, paths, strict=True):
+        figure = draw(drawn, METRICS[name], results.environment)
+        # no date, so that the same results give the same file
+        metadata: dict[str, Any] = {"Source": source}
+        metadata |= {"Date": None} if path.suffix == ".svg" else {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with rc_context(STYLE):
+                figure.savefig(path, dpi=120, metadata=metadata)
+        except OSError as error:
+            msg = f"cannot write {path}: {error.strerror or error}."
+            raise InputError(msg) from error
+
+
+def is_drawn_from(path: Path, source: str) -> bool:
+    """Return whether `path` is a plot that `save_plots` made of `source`."""
+    return path.is_file() and source.encode() in path.read_bytes()
 
 
 def draw(drawn: Sequence[Panel], metric: Metric, environment: dict[str, Any]) -> "Figure":
@@ -53,19 +61,23 @@ def draw(drawn: Sequence[Panel], metric: Metric, environment: dict[str, Any]) ->
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    # curves of one dtype lie in the same range
+    is_shared = not metric.is_log and len({panel.rows[0].case.dtype for panel in drawn}) == 1
     columns = min(COLUMNS, len(drawn))
     rows = ceil(len(drawn) / columns)
     with rc_context(STYLE):
         figure = Figure(figsize=(max(3.4 * columns, 5.5), 2.7 * rows + 1.1), layout="constrained")
-        axes = figure.subplots(rows, columns, squeeze=False, sharey=not metric.is_log)
+        axes = figure.subplots(rows, columns, squeeze=False, sharey=is_shared)
         colors = {name: f"C{index % 10}" for index, name in enumerate(all_providers(drawn))}
         for ax in axes.flat[len(drawn) :]:
             ax.set_visible(False)
         for ax, panel in zip(axes.flat, drawn, strict=False):
             _draw_panel(ax, panel, metric, colors, environment)
         if not metric.is_log:
-            # only now, since a limit set earlier would stop the shared axis from growing
-            axes.flat[0].set_ylim(bottom=0, top=1.05 * max(ax.dataLim.y1 for ax in axes.flat))
+            # only now, since a limit set earlier would stop a shared axis from growing
+            highest = max(ax.dataLim.y1 for ax in axes.flat)
+            for ax in axes.flat[: len(drawn)]:
+                ax.set_ylim(bottom=0, top=1.05 * (highest if is_shared else ax.dataLim.y1))
         handles: dict[str, Any] = {}
         for ax in axes.flat:
             for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -94,12 +106,12 @@ def _draw_panel(
         if points:
             x, y = zip(*points, strict=True)
             ax.plot(x, y, marker="o", markersize=3, color=colors[name], label=name)
-    ceiling = environment.get("ceilings", {}).get("matmul_tflops", {})
-    dtype = panel.rows[0].case.dtype
-    if metric.name == "tflops" and dtype in ceiling:
-        ax.axhline(ceiling[dtype], color="0.5", linestyle="--", label="measured matmul")
-    if metric.name == "error":
-        ax.axhline(1.0, color="0.5", linestyle="--", label="allowed")
+    ceiling = ceiling_of(panel, metric, environment)
+    if ceiling is not None and ceiling.is_near:
+        ax.axhline(ceiling.value, color="0.5", linestyle="--", label=ceiling.label)
+    elif ceiling is not None:
+        far = f"{ceiling.label}: {ceiling.value:.0f}"
+        ax.text(0.03, 0.95, far, transform=ax.transAxes, va="top", fontsize=7, color="0.5")
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [_short(n) for n in lengths])
     ax.minorticks_off()

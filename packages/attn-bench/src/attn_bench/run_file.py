@@ -8,7 +8,7 @@ from typing import Any
 
 from attn_bench.case import Case, check_name
 from attn_bench.errors import InputError
-from attn_bench.grid import PRESETS, Grid
+from attn_bench.grid import Grid
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,14 @@ class RunFile:
     cases: list[Case]
 
 
-def read_run_file(path: Path) -> RunFile:
+def read_run_file(path: Path, presets: Mapping[str, Mapping[str, Grid]]) -> RunFile:
     """Read ``suite``, ``providers`` and the tables ``[[grid]]``, whose keys are the axes of `Grid`.
 
-    A grid may start from a preset: ``preset = "paper"``.
+    A grid may start from a preset of its suite: ``preset = "paper"``.
+
+    Args:
+        path: The file.
+        presets: Of each suite, by name.
 
     Raises:
         InputError: if the file cannot be read, is no TOML, or has a key that does not exist.
@@ -46,11 +50,14 @@ def read_run_file(path: Path) -> RunFile:
     if providers is not None and not _is_list_of(str, providers):
         msg = f"{path}: `providers` must be a list of names, got {providers!r}."
         raise InputError(msg)
-    cases = [case for table in tables for case in _grid_of_table(table, path).cases()]
-    return RunFile(str(content.get("suite", "flash")), providers, list(dict.fromkeys(cases)))
+    suite = content.get("suite", "flash")
+    check_name(f"suite in {path}:", suite, presets)
+    grids = [_grid_of_table(table, path, presets[suite]) for table in tables]
+    cases = [case for grid in grids for case in grid.cases()]
+    return RunFile(suite, providers, list(dict.fromkeys(cases)))
 
 
-def _grid_of_table(table: Mapping[str, Any], path: Path) -> Grid:
+def _grid_of_table(table: Mapping[str, Any], path: Path, presets: Mapping[str, Grid]) -> Grid:
     axes = dict(table)
     preset = axes.pop("preset", None)
     kinds: dict[str, type] = {each.name: int for each in fields(Grid)}
@@ -66,8 +73,8 @@ def _grid_of_table(table: Mapping[str, Any], path: Path) -> Grid:
             raise InputError(msg)
     given = {name: tuple(x) if isinstance(x, list) else x for name, x in axes.items()}
     if preset is not None:
-        check_name("preset", preset, PRESETS)
-        return PRESETS[preset].with_axes(given)
+        check_name("preset", preset, presets)
+        return presets[preset].with_axes(given)
     for name in ("dtypes", "seqlens_q"):
         if name not in given:
             msg = f"{path}: a grid without a preset needs `{name}`."

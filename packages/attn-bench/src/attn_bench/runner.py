@@ -48,6 +48,7 @@ class Runner:
     budget: Budget = field(default_factory=Budget)
     ceilings: Ceilings | None = None
     is_cold_start_timed: bool = False
+    checks_gradients: bool = True
 
     def rows(self, cases: Iterable[Case]) -> Iterator[Row]:
         """Yield one row per case and provider.
@@ -86,11 +87,13 @@ class Runner:
     def _check(
         self, provider: Provider, shape: Case, inputs: Inputs, oracle: Oracle
     ) -> Ready | Row:
+        if not self.checks_gradients:
+            provider = replace(provider, has_backward=False)
         checked = check_provider(provider, self.suite, shape, inputs, oracle)
         self._release()
         if isinstance(checked, Row) or not self.is_cold_start_timed:
             return checked
-        cold = cold_call_milliseconds(provider.name, shape, self.device)
+        cold = cold_call_milliseconds(provider, shape, self.device)
         note = cold if isinstance(cold, str) else ""
         cold_ms = None if isinstance(cold, str) else cold
         return replace(checked, row=replace(checked.row, cold_call_ms=cold_ms, note=note))
@@ -131,11 +134,10 @@ def check_provider(
     reason = provider.why_not(shape, device)
     if reason is not None:
         return row.failed("unsupported", reason)
-    too_large = why_too_large(replace(shape, mode="fwd+bwd"), provider, device)
+    mode, call_first = ("fwd+bwd", first_call) if provider.has_backward else ("fwd", first_forward)
+    too_large = why_too_large(replace(shape, mode=mode), provider, device)
     if too_large is not None:
         return row.failed("oom", too_large)
-
-    call_first = first_call if provider.has_backward else first_forward
 
     def call(case: Case, other: Inputs) -> Tensors:
         return call_first(provider.build(case, device), other)[0]
@@ -241,6 +243,7 @@ def time_case(
             predicted_mib=predicted_mib(case, ready[name].provider),
             repetitions=timing.repetitions,
             samples_ms=timing.samples,
+            note=rows[name].note or ("the launch is part of its time" if timing.has_launch else ""),
         )
         if case.mode == "fwd" and rows[name].is_performance and timing.median_ms < SHORT_MS:
             rows[name] = with_graph(rows[name], workloads[name], inputs.q.device)

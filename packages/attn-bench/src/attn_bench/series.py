@@ -1,41 +1,12 @@
 """Rows as curves over the length: what plots and the report draw."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from attn_bench.case import Case, mask_name
+from attn_bench.case import Case, heads, mask_name
+from attn_bench.metrics import Metric
 from attn_bench.results import Row
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A quantity that is drawn over n.
-
-    Attributes:
-        value: Takes it from a row, None where the row has none.
-        is_log: Whether its axis is logarithmic.
-    """
-
-    name: str
-    label: str
-    value: Callable[[Row], float | None]
-    is_log: bool
-
-
-def error_share(row: Row) -> float | None:
-    """Return the largest error in units of what is allowed: beyond 1 is wrong."""
-    shares = [error / max(row.bounds[name], 1e-300) for name, error in row.errors.items()]
-    return max(shares, default=None)
-
-
-METRICS = (
-    Metric("tflops", "TFLOP/s", lambda row: row.tflops, is_log=False),
-    Metric("gb_s", "GB/s", lambda row: row.gb_s, is_log=False),
-    Metric("ms", "median ms", lambda row: row.median_ms, is_log=True),
-    Metric("memory", "peak MiB beyond the inputs", lambda row: row.peak_mib, is_log=True),
-    Metric("error", "largest error / allowed error", error_share, is_log=False),
-    Metric("roofline", "share of the measured ceilings", lambda row: row.roofline_share, False),
-)
 
 
 @dataclass(frozen=True)
@@ -61,30 +32,73 @@ class Panel:
         return sorted(points)
 
 
+@dataclass(frozen=True)
+class Ceiling:
+    """What a quantity cannot exceed, and whether it is near enough to be drawn."""
+
+    value: float
+    label: str
+    is_near: bool
+
+
+# a ceiling that is farther above the curves than this would press them flat
+NEAR = 4.0
+
+
+def ceiling_of(panel: Panel, metric: Metric, environment: Mapping[str, Any]) -> Ceiling | None:
+    """Return the ceiling of a metric that goes with a panel, None if there is none."""
+    measured = environment.get("ceilings", {})
+    dtype = panel.rows[0].case.dtype
+    value, label = {
+        "tflops": (measured.get("matmul_tflops", {}).get(dtype), "measured matmul"),
+        "gb_s": (measured.get("copy_gb_s"), "measured copy"),
+        "error": (1.0, "allowed"),
+    }.get(metric.name, (None, ""))
+    if value is None:
+        return None
+    highest = max((metric.value(row) or 0.0 for row in panel.rows), default=0.0)
+    return Ceiling(value, label, metric.name == "error" or value <= NEAR * highest)
+
+
 def panels(rows: Sequence[Row]) -> list[Panel]:
     """Return the rows that were timed, or tried to be, as panels in the order of the file.
 
-    Length and batch are what changes along a curve, since a grid may keep their product.
+    The length is what changes along a curve, and with it the batch, since a grid may keep their
+    product; where a length has several batches, each has panels of its own.
     """
     timed_suites = {row.suite for row in rows if row.median_ms is not None}
     groups: dict[tuple[str, Case], list[Row]] = {}
     for row in rows:
         if row.suite in timed_suites:
-            is_square = row.case.seqlen_q == row.case.seqlen_k
-            fixed = replace(row.case, batch=1, seqlen_q=1 if is_square else row.case.seqlen_q)
-            groups.setdefault((row.suite, replace(fixed, seqlen_k=1)), []).append(row)
+            groups.setdefault((row.suite, _fixed(row.case)), []).append(row)
     return [
-        Panel(panel_title(suite, case), case.mode, tuple(group))
+        Panel(panel_title(suite, case, batch), case.mode, tuple(own))
         for (suite, case), group in groups.items()
+        for batch, own in _by_batch(group)
     ]
 
 
-def panel_title(suite: str, case: Case) -> str:
+def _by_batch(rows: Sequence[Row]) -> list[tuple[str, Sequence[Row]]]:
+    """Return the rows of each batch with its name, or all if the batch follows from the length."""
+    batches = list(dict.fromkeys(row.case.batch for row in rows))
+    shapes = {(row.case.seqlen_k, row.case.batch) for row in rows}
+    if len(batches) > 1 and len(shapes) == len({length for length, _ in shapes}):
+        return [("", rows)]
+    return [(f", b {n}", [row for row in rows if row.case.batch == n]) for n in batches]
+
+
+def _fixed(case: Case) -> Case:
+    """Return a case with that set to 1 which may change along a curve."""
+    is_square = case.seqlen_q == case.seqlen_k
+    return replace(case, batch=1, seqlen_k=1, seqlen_q=1 if is_square else case.seqlen_q)
+
+
+def panel_title(suite: str, case: Case, batch: str) -> str:
     """Return what all rows of a panel share."""
     queries = "" if case.seqlen_q == 1 else f", {case.seqlen_q} queries"
     return (
-        f"{suite.replace('_', ' ')}: {case.dtype}, d {case.head_dim}, {mask_name(case)}, "
-        f"{case.mode}{queries}"
+        f"{suite.replace('_', ' ')}: {case.dtype}{batch}, h {heads(case)}, d {case.head_dim}, "
+        f"{mask_name(case)}, {case.mode}{queries}"
     )
 
 

@@ -2,26 +2,16 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
-from attn_bench.case import CASE_FIELDS, Case, check_name, heads, lengths, mask_name
+from attn_bench.case import CASE_FIELDS, Case, heads, lengths, mask_name
 from attn_bench.environment import summarize
-from attn_bench.errors import InputError
+from attn_bench.metrics import METRICS, Metric
 from attn_bench.results import Results, Row
 
 NOT_PERFORMANCE = "CPU: not a performance figure"
-
-# metric -> (heading, value of a row, format, which value is best)
-Metric = tuple[str, Callable[[Row], float | None], str, Callable[[Iterable[float]], float]]
-METRICS: dict[str, Metric] = {
-    "tflops": ("TFLOP/s", lambda row: row.tflops, ".0f", max),
-    "gb_s": ("GB/s", lambda row: row.gb_s, ".0f", max),
-    "ms": ("median ms", lambda row: row.median_ms, ".3g", min),
-    "memory": ("peak MiB beyond the inputs", lambda row: row.peak_mib, ".0f", min),
-}
 
 
 def terminal_table(rows: Sequence[Row], baseline: str) -> str:
@@ -86,27 +76,21 @@ def worst_error(row: Row) -> str:
     return f"{name} {row.errors[name]:.1e} ({row.bounds[name]:.1e})"
 
 
-def markdown(results: Results, metric: str = "tflops") -> str:
-    """Return a Markdown table per mode: a line per shape, a column per provider, the best bold.
+def markdown(results: Results, metric: Metric = METRICS["tflops"]) -> str:
+    """Return a Markdown table per mode: a line per shape, a column per provider, the best bold."""
+    sections = []
+    for mode in dict.fromkeys(row.case.mode for row in results.rows):
+        rows = [row for row in results.rows if row.case.mode == mode]
+        sections.append(f"`{mode}`, {metric.label}:\n\n{_pivot(rows, metric)}")
+    return headed(results, sections)
 
-    A suite that only checked, as the first part of ``quick`` does, is left out.
 
-    Raises:
-        InputError: if the metric is unknown or nothing was timed.
-    """
-    check_name("metric", metric, METRICS)
-    timed = {row.suite for row in results.rows if row.median_ms is not None}
-    if not timed:
-        raise InputError("the result file holds no timed rows.")
-    all_rows = [row for row in results.rows if row.suite in timed]
-    heading = METRICS[metric][0]
-    sections = [f"{summarize(results.environment)}."]
-    if not any(row.is_performance for row in all_rows):
-        sections.append(f"**{NOT_PERFORMANCE}.**")
-    for mode in dict.fromkeys(row.case.mode for row in all_rows):
-        rows = [row for row in all_rows if row.case.mode == mode]
-        sections.append(f"`{mode}`, {heading}:\n\n{_pivot(rows, metric)}")
-    return "\n\n".join(sections) + "\n"
+def headed(results: Results, sections: Sequence[str]) -> str:
+    """Return Markdown sections below a line that says where they were measured."""
+    head = [f"{summarize(results.environment)}."]
+    if not any(row.is_performance for row in results.rows):
+        head.append(f"**{NOT_PERFORMANCE}.**")
+    return "\n\n".join([*head, *sections]) + "\n"
 
 
 def as_csv(results: Results) -> str:
@@ -129,7 +113,7 @@ def as_csv(results: Results) -> str:
     return text.getvalue()
 
 
-def _pivot(rows: Sequence[Row], metric: str) -> str:
+def _pivot(rows: Sequence[Row], metric: Metric) -> str:
     providers = list(dict.fromkeys(row.provider for row in rows))
     cells = {(row.case, row.provider): row for row in rows}
     body = []
@@ -146,35 +130,15 @@ def _shape_cells(case: Case) -> list[str]:
     return [case.dtype, str(case.head_dim), mask_name(case), lengths(case), batch]
 
 
-def _metric_cells(line: Sequence[Row | None], metric: str) -> list[str]:
-    _, value_of, form, best_of = METRICS[metric]
-    values = [None if row is None else value_of(row) for row in line]
-    best = best_of(value for value in values if value is not None) if any(values) else None
+def _metric_cells(line: Sequence[Row | None], metric: Metric) -> list[str]:
+    values = [None if row is None else metric.value(row) for row in line]
+    known = [value for value in values if value is not None]
+    best = metric.best(known) if known else None
     cells = []
     for row, value in zip(line, values, strict=True):
-        if row is None:
-            cells.append("")
-        elif value is None:
-            cells.append(row.state)
-        else:
-            text = f"**{value:{form}}**" if value == best else f"{value:{form}}"
-            cells.append(f"~{text}" if row.state == "unstable" else text)
+        text = "" if row is None else metric.text(row)
+        if row is not None and value is not None:
+            text = f"**{text}**" if value == best else text
+            text = f"~{text}" if row.state == "unstable" else text
+        cells.append(text)
     return cells
-
-
-def replaced(document: str, name: str, table: str, path: Path) -> str:
-    """Return `document` with `table` between the markers called `name`.
-
-    Raises:
-        InputError: if the pair of markers is not there exactly once.
-    """
-    begin, end = f"<!-- attn-bench:{name} -->", f"<!-- /attn-bench:{name} -->"
-    if document.count(begin) != 1 or document.count(end) != 1:
-        msg = f"{path} must hold one line {begin} and, after it, one line {end}."
-        raise InputError(msg)
-    head, _, rest = document.partition(begin)
-    _, found, tail = rest.partition(end)
-    if not found:
-        msg = f"{path}: {end} comes before {begin}."
-        raise InputError(msg)
-    return f"{head}{begin}\n\n{table.strip()}\n\n{end}{tail}"

@@ -3,13 +3,15 @@
 The step is tiny-llm's own: autocast, the loss in chunks if asked for, clipping, fused AdamW.  The
 step of the first backend and the times of the attentions alone predict the step of every other one
 (Amdahl): what is not attention stays.  The difference is what the kernel's figures do not say.
+Another program's model can be timed in the same run, see `attn_bench.peer_step`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from attn_bench.case import DTYPES
@@ -44,13 +46,13 @@ class Step:
     """One backend at one length: its row, the attentions' share, and the losses.
 
     Attributes:
+        attention_ms: Of one layer's attention alone; None of a peer, whose attention is not ours.
         mfu: Share of the device's peak, by tiny-llm's convention; None if the peak is not known.
     """
 
     row: Row
-    attention_ms: float
+    attention_ms: float | None
     losses: tuple[float, ...]
-    loss_difference: float = 0.0
     mfu: float | None = None
 
     @property
@@ -61,17 +63,37 @@ class Step:
         return self.row.case.batch * self.row.case.seqlen_q / (self.row.median_ms * 1e-3)
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A model in training: its step, its attention alone if known, and the losses so far."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: Workload
+    losses: list[float]
+    attention: Workload | None = None
+
+
+# makes the model of a shape and a sequence length ready to be trained on a device
+Prepare = Callable[[StepShape, int, torch.device], Trained]
+
+
 def time_training(
-    shape: StepShape, seqlens: Sequence[int], backends: Sequence[str], device: torch.device
+    shape: StepShape,
+    seqlens: Sequence[int],
+    backends: Sequence[str],
+    device: torch.device,
+    peers: Mapping[str, Prepare] | None = None,
 ) -> list[Step]:
-    """Time every backend at every length; the first one is what the others are predicted from."""
-    clock = Clock(device)
+    """Time every backend and peer at every length; the first backend predicts the others."""
+    clock = Clock(device, hides_launch=False)
     found: list[Step] = []
+    prepares = {name: partial(_prepare, backend=name) for name in backends} | dict(peers or {})
     with tqdm(total=len(seqlens), unit="length") as progress:
         for seqlen in seqlens:
             # the compiled code of one length is no use to the next, and counts against a limit
             torch.compiler.reset()
-            steps = _time_length(shape, seqlen, list(dict.fromkeys(backends)), clock, device)
+            steps = _time_length(shape, seqlen, prepares, clock, device)
             found += [predicted(step, steps[0], shape) for step in steps]
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -83,46 +105,50 @@ def predicted(step: Step, first: Step, shape: StepShape) -> Step:
     """Return the step with its prediction, and ``wrong`` if its losses are not the first one's."""
     if first.row.median_ms is None or step.row.median_ms is None:
         return step
+    if first.attention_ms is None or step.attention_ms is None:
+        return step
     layers = shape.model.num_layers
     rest = first.row.median_ms - layers * first.attention_ms
     expected = rest + layers * step.attention_ms
     differences = [abs(a - b) for a, b in zip(step.losses, first.losses, strict=True)]
     difference = max(each if each == each else float("inf") for each in differences)
     bound = LOSS_BOUND_PER_STEP * len(step.losses) if shape.dtype == "fp32" else HALF_LOSS_BOUND
-    row = replace(step.row, predicted_ms=expected)
+    row = replace(
+        step.row, predicted_ms=expected, errors={"loss": difference}, bounds={"loss": bound}
+    )
+    row = replace(row, checked=f"the losses of every step against {first.row.provider}'s")
     if difference > bound:
         detail = (
             f"losses differ from {first.row.provider}'s by {difference:.1e}, allowed {bound:.0e}"
         )
         row = row.failed("wrong", detail)
-    return replace(step, row=row, loss_difference=difference)
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """A model of one backend: what a step and its attention alone do, and the losses so far."""
-
-    step: Workload
-    attention: Workload
-    losses: list[float]
-    stepper: Stepper
+    return replace(step, row=row)
 
 
 def _time_length(
-    shape: StepShape, seqlen: int, backends: Sequence[str], clock: Clock, device: torch.device
+    shape: StepShape,
+    seqlen: int,
+    prepares: Mapping[str, Prepare],
+    clock: Clock,
+    device: torch.device,
 ) -> list[Step]:
     """Time all backends at one length, interleaved, so that a drift of the clock hits all alike."""
-    failures: dict[str, Exception] = {}
-    models = {name: _prepare(shape, seqlen, name, device) for name in backends}
-    first_ms = {name: _first_step(name, each, failures) for name, each in models.items()}
+    # the exception itself would keep alive what its frames hold: all that the others need
+    failures: dict[str, tuple[str, str]] = {}
+
+    def fail(name: str, error: Exception) -> None:
+        failures[name] = failure_state(error), one_line(error)
+
+    models = {name: prepare(shape, seqlen, device) for name, prepare in prepares.items()}
+    first_ms = {name: _warm_up(name, each, device, fail) for name, each in models.items()}
     count = max(shape.steps, ROUNDS)
     budget = Budget(seconds=0.0, least=count, most=count)
 
     def timed(workloads: dict[str, Workload]) -> dict[str, Timing]:
         working = {name: each for name, each in workloads.items() if name not in failures}
-        return time_interleaved(working, clock, budget, failures.__setitem__)
+        return time_interleaved(working, clock, budget, fail)
 
-    attentions = timed({name: each.attention for name, each in models.items()})
+    attentions = timed({name: each.attention for name, each in models.items() if each.attention})
     # what compiles anew while it is timed is no training step
     with torch.compiler.set_stance("fail_on_recompile" if shape.is_compiled else "default"):
         timings = timed({name: each.step for name, each in models.items()})
@@ -134,24 +160,31 @@ def _time_length(
             try:
                 row = replace(with_times(row, timings[name]), peak_mib=_peak_mib(each, device))
             except Exception as error:
-                failures[name] = error
+                fail(name, error)
         if name in failures:
-            failure = failures[name]
-            steps.append(Step(row.failed(failure_state(failure), one_line(failure)), 0.0, ()))
+            steps.append(Step(row.failed(*failures[name]), None, ()))
             continue
-        step = Step(row, attentions[name].median_ms, tuple(each.losses))
+        attention_ms = attentions[name].median_ms if name in attentions else None
+        step = Step(row, attention_ms, tuple(each.losses))
         steps.append(replace(step, mfu=_mfu(step, shape, each, device)))
     return steps
 
 
-def _first_step(name: str, trained: _Trained, failures: dict[str, Exception]) -> float | None:
-    """Return the wall time of the first step in ms, with compiling; None if it failed."""
-    state = trained.step.prepare()
+def _warm_up(
+    name: str, trained: Trained, device: torch.device, fail: Callable[[str, Exception], None]
+) -> float | None:
+    """Take two steps; return the wall time of the first in ms, with compiling, None if one failed.
+
+    The second sees what the first has made, such as the optimizer's state, and may compile anew.
+    """
+    step = trained.step
     try:
-        return wall_milliseconds(lambda: trained.step.run(state), trained.stepper.device)
+        first_ms = wall_milliseconds(partial(step.run, step.prepare()), device)
+        step.run(step.prepare())
     except Exception as error:  # a backend may be foreign code, and its failure is a result
-        failures[name] = error
+        fail(name, error)
         return None
+    return first_ms
 
 
 def with_times(row: Row, timing: Timing) -> Row:
@@ -166,51 +199,51 @@ def with_times(row: Row, timing: Timing) -> Row:
     )
 
 
-def _semantics(shape: StepShape, trained: _Trained) -> dict[str, str | int | bool]:
+def _semantics(shape: StepShape, trained: Trained) -> dict[str, str | int | bool]:
     return {
         "what": "training step; peak_mib is all it holds, weights and optimizer too",
-        "model": shape.name,
+        "model": shape.name if trained.attention else "a peer's",
         "layers": shape.model.num_layers,
         "d_model": shape.model.d_model,
         "vocabulary": shape.model.vocab_size,
-        "parameters": trained.stepper.model.num_parameters(),
+        "parameters": sum(each.numel() for each in trained.model.parameters()),
         "compiled": shape.is_compiled,
-        "loss_chunk": shape.loss_chunk,
+        "loss_chunk": shape.loss_chunk if trained.attention else 0,
     }
 
 
-def _peak_mib(trained: _Trained, device: torch.device) -> float | None:
+def _peak_mib(trained: Trained, device: torch.device) -> float | None:
     """Return the most memory that one step holds, with weights and optimizer; None on a CPU.
 
     What the other models hold meanwhile is left out.
     """
     if device.type != "cuda":
         return None
-    stepper = trained.stepper
-    stepper.optimizer.zero_grad(set_to_none=True)
-    state = [value for each in stepper.optimizer.state.values() for value in each.values()]
-    own: int = sum(each.nbytes for each in [*stepper.model.parameters(), *state] if each.is_cuda)
+    model, optimizer = trained.model, trained.optimizer
+    optimizer.zero_grad(set_to_none=True)
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    own: int = sum(each.nbytes for each in [*model.parameters(), *state] if each.is_cuda)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     trained.step.run(trained.step.prepare())
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before + own
-    stepper.optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
     return peak / MIB
 
 
-def _mfu(step: Step, shape: StepShape, trained: _Trained, device: torch.device) -> float | None:
+def _mfu(step: Step, shape: StepShape, trained: Trained, device: torch.device) -> float | None:
     peak, rate = device_peak(device, shape.dtype), step.tokens_per_second
-    if peak is None or rate is None:
+    model = trained.model
+    if peak is None or rate is None or not isinstance(model, Transformer):
         return None
-    model = trained.stepper.model
     return (
         rate * flops_per_token(model.config, model.num_parameters(), step.row.case.seqlen_q) / peak
     )
 
 
-def _prepare(shape: StepShape, seqlen: int, backend: str, device: torch.device) -> _Trained:
+def _prepare(shape: StepShape, seqlen: int, device: torch.device, *, backend: str) -> Trained:
     torch.manual_seed(0)
     config, settings = shape.config(seqlen, backend), shape.training(seqlen)
     with device:  # drawing a large model's weights on a CPU takes longer than timing it
@@ -219,7 +252,6 @@ def _prepare(shape: StepShape, seqlen: int, backend: str, device: torch.device) 
     model.resolve_attention(device=device, dtype=dtype, seq_len=seqlen, needs_grad=True)
     optimizer = build_optimizer(model, settings)
     stepper = Stepper(model, optimizer, build_scaler(settings, device), settings)
-    generator = torch.Generator().manual_seed(1)
     losses: list[float] = []
 
     def step(tokens: Tensor | None) -> None:
@@ -228,14 +260,22 @@ def _prepare(shape: StepShape, seqlen: int, backend: str, device: torch.device) 
         losses.append(stepper.backward(tokens[:, :-1], tokens[:, 1:]))
         stepper.update()
 
-    def draw() -> Tensor:
-        size = (settings.batch_size, seqlen + 1)
-        return torch.randint(config.vocab_size, size, generator=generator)
-
     case, function = shape.case(seqlen), attention.get(backend)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return function(q, k, v, is_causal=True)
 
     alone = make_workload(case.mode, attend, make_inputs(case, device))
-    return _Trained(Workload(draw, step), alone, losses, stepper)
+    workload = Workload(random_tokens(shape, seqlen), step)
+    return Trained(model, optimizer, workload, losses, alone)
+
+
+def random_tokens(shape: StepShape, seqlen: int) -> Callable[[], Tensor]:
+    """Return what draws the tokens of the next step ``[batch, seqlen + 1]``, the same for all."""
+    generator = torch.Generator().manual_seed(1)
+    size = (shape.batch(seqlen), seqlen + 1)
+
+    def draw() -> Tensor:
+        return torch.randint(shape.model.vocab_size, size, generator=generator)
+
+    return draw

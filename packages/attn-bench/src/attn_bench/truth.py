@@ -1,5 +1,6 @@
 """The truth under masks and head counts that `flash_kernel.testing.expect` does not know."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,8 @@ from flash_kernel.testing import AttentionErrors, Expectation, TensorError
 
 # roundings of the largest result that are allowed on top of twice the dense baseline's error
 FLOOR_UNITS = 4.0
+# how far the largest of many errors exceeds their usual size
+LARGEST = 4.0
 
 
 class Tensors(NamedTuple):
@@ -53,6 +56,36 @@ def expect_masked(q: Tensor, k: Tensor, v: Tensor, do: Tensor, seen: Tensor) -> 
             2 * error.max + floor * size.max().item(), 2 * error.mean + floor * size.mean().item()
         )
     return Expectation(q, k, v, do, None, truth, AttentionErrors(lse=None, **bounds))
+
+
+def with_sums_in_order(expectation: Expectation, seen: Tensor) -> Expectation:
+    """Return the expectation with room for o and dq that are summed one key after the other.
+
+    Of a few rows over many keys a library makes several partial sums, which hides what it costs to
+    add N terms in order, as every implementation does for all rows: N roundings of the size that
+    the sum has so far, a random walk of sqrt(N / 2) roundings of the root of the squared terms.
+
+    Args:
+        expectation: Of ``[heads, M, D]`` or ``[heads, groups, M, D]`` over few heads.
+        seen: ``[M, N]``, True where a query sees a key.
+    """
+    q, k, v, do = (getattr(expectation, name).double() for name in ("q", "k", "v", "do"))
+    if q.dim() > k.dim():
+        k, v = k[:, None], v[:, None]
+    scale = q.shape[-1] ** -0.5
+    p = torch.softmax((q @ k.mT * scale).masked_fill(~seen, float("-inf")), dim=-1)
+    p = p.nan_to_num()  # of a row that sees no key
+    dp = do @ v.mT
+    ds = scale * p * (dp - (p * dp).sum(-1, keepdim=True))
+    walk = torch.finfo(torch.float32).eps / 2 * (k.shape[-2] / 2) ** 0.5
+    bounds = dict(expectation.bounds.items())
+    for name, terms, factors in (("o", p, v), ("dq", ds, k)):
+        noise = walk * (terms**2 @ factors**2).sqrt()
+        old = bounds[name]
+        bounds[name] = TensorError(
+            old.max + LARGEST * noise.max().item(), old.mean + noise.mean().item()
+        )
+    return replace(expectation, bounds=replace(expectation.bounds, **bounds))
 
 
 def _dense_results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, seen: Tensor) -> dict[str, Tensor]:

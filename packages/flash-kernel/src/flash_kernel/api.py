@@ -1,13 +1,14 @@
 """The public function: check, resolve, carry out."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from flash_kernel.autocast import autocast, is_autocast
 from flash_kernel.autograd import attend
-from flash_kernel.dispatch import TRITON_DTYPES, checked_plan, checked_request, first_plan
+from flash_kernel.calls import Call, wants_gradients
+from flash_kernel.dispatch import TRITON_DTYPES, checked_call, checked_request, first_plan
 from flash_kernel.request import Options
 from flash_kernel.variant import Modifiers
 
@@ -117,7 +118,8 @@ def flash_attention(
     modifiers = Modifiers(alibi_slopes, bias, mask, sinks)
     if deterministic is False:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    options = Options(is_causal, scale, window, softcap, return_lse, impl, backward, deterministic)
+    # as in `Options`
+    options = (is_causal, scale, window, softcap, return_lse, impl, backward, deterministic)
     if is_autocast(q):
         q, k, v = (autocast(x, q.device.type) for x in (q, k, v))
         with torch.autocast(q.device.type, enabled=False):
@@ -128,13 +130,12 @@ def flash_attention(
 
 
 def _dispatched(
-    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: Options
+    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and lse from whichever implementation the call gets."""
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, modifiers, options)
-    plan, variant = checked_plan(q, k, v, modifiers, options)
-    return attend(plan, q, k, v, variant, modifiers)
+        return _traced(q, k, v, modifiers, Options(*options))
+    return attend(checked_call(q, k, v, modifiers, options), q, k, v, modifiers)
 
 
 def _traced(
@@ -142,7 +143,7 @@ def _traced(
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and lse inside ``torch.compile``: our operator, or what torch can trace itself."""
     request = checked_request(q, k, v, modifiers, options)
-    variant, impl, backward = request.variant, options.impl, options.backward
+    impl, backward = options.impl, options.backward
     width = max(request.head_dim, request.head_dim_v)
     for_triton = q.is_cuda and q.dtype in TRITON_DTYPES and width <= 256
     # the operator has no gradient of slopes: what has one, torch traces
@@ -151,8 +152,11 @@ def _traced(
     if is_default or impl == "torch" or trains_slopes:
         candidates = ("torch", "reference") if impl == "auto" else (impl,)
         plan = first_plan(request, candidates, backward)
-        return attend(plan, q, k, v, variant, modifiers)
+        records = wants_gradients((q, k, v, *modifiers))
+        return attend(Call(plan, request.variant, records=records), q, k, v, modifiers)
     from flash_kernel.ops import forward_op
 
-    o, lse = forward_op(q, k, v, *modifiers, *variant, impl, backward, options.deterministic)
+    o, lse = forward_op(
+        q, k, v, *modifiers, *request.variant, impl, backward, options.deterministic
+    )
     return o, lse

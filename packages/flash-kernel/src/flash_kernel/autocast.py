@@ -6,7 +6,10 @@ from torch import Tensor
 
 def is_autocast(q: Tensor) -> bool:
     """Say whether autocast is on for the device of q; whatever is no tensor is refused later."""
-    return isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    # the name of another device type is made anew at each look
+    return isinstance(q, Tensor) and torch.is_autocast_enabled(
+        "cuda" if q.is_cuda else q.device.type
+    )
 
 
 def autocast(x: Tensor, device_type: str) -> Tensor:

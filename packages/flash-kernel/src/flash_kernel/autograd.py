@@ -1,43 +1,29 @@
 """Forward and backward tied together for autograd: bookkeeping only, no maths."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flash_kernel._hopper.config import BuildFailure, LayoutRefusal
+from flash_kernel._triton.config import ALIGNMENT, float32_precision
 from flash_kernel.backward import flash_attention_backward, flash_attention_backward_compiled
-from flash_kernel.dispatch import warn_of_portable_path
+from flash_kernel.calls import Call
+from flash_kernel.dispatch import KERNELS, warn_of_portable_path
 from flash_kernel.gradients import Gradients
 from flash_kernel.reference import dense_attention
-from flash_kernel.request import Plan
-from flash_kernel.second_order import refuse_second_order, refuse_transforms
+from flash_kernel.second_order import refuse_second_order
 from flash_kernel.shapes import as_batch_and_heads, as_pairs, shaped
 from flash_kernel.torch_attention import torch_attention
-from flash_kernel.variant import Modifiers, Variant
+from flash_kernel.variant import Modifiers
 
 
 class PlannedAttention(torch.autograd.Function):
     """Attention by a plan: forward and backward may come from different implementations."""
 
-    @classmethod
-    def apply_plan(
-        cls, q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, variant: Variant, plan: Plan
-    ) -> tuple[Tensor, Tensor]:
-        """Return ``o`` and ``lse`` by the plan's forward, differentiated by its backward."""
-        refuse_transforms("flash_attention")
-        inputs = (q, k, v, *modifiers)
-        records = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        # a forward-mode level goes through `apply` too, which refuses tangents in words
-        if not records and forward_ad._current_level < 0:
-            return run_forward(plan, q, k, v, variant, modifiers)
-        o, lse = cls.apply(*inputs, variant, plan)
-        return o, lse
-
     # not split into `forward` and `setup_context`: torch then binds the arguments to a signature
-    # at each call, which costs more than a small kernel, and serves the transforms refused above
+    # at each call, which costs more than a small kernel, and serves transforms, which are refused
     @staticmethod
     def forward(
         ctx: Any,
@@ -48,14 +34,13 @@ class PlannedAttention(torch.autograd.Function):
         bias: Tensor | None,
         mask: Tensor | None,
         sinks: Tensor | None,
-        variant: Variant,
-        plan: Plan,
+        call: Call,
     ) -> tuple[Tensor, Tensor]:
         """Return ``o [..., M, D]`` and ``lse [..., M]``; save what the backward needs."""
         modifiers = Modifiers(alibi_slopes, bias, mask, sinks)
-        o, lse = run_forward(plan, q, k, v, variant, modifiers)
-        ctx.variant, ctx.plan = variant, plan
-        ctx.save_for_backward(q, k, v, *modifiers, o, lse)
+        o, lse = run_forward(call, q, k, v, modifiers)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, o, lse, *modifiers)
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -63,47 +48,41 @@ class PlannedAttention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return dq, dk, dv, and the gradients of bias and sinks."""
         refuse_second_order()
-        q, k, v, *modifiers, o, lse = ctx.saved_tensors
+        q, k, v, o, lse, *modifiers = ctx.saved_tensors
         if do is None:
             do = torch.zeros_like(o)
         dq, dk, dv, dbias, dsinks = run_backward(
-            ctx.plan, q, k, v, o, lse, do, dlse, ctx.variant, Modifiers(*modifiers)
+            ctx.call, q, k, v, o, lse, do, dlse, Modifiers(*modifiers)
         )
-        return dq, dk, dv, None, dbias, None, dsinks, None, None
+        return dq, dk, dv, None, dbias, None, dsinks, None
 
 
 def attend(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, variant: Variant, modifiers: Modifiers
+    call: Call, q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers
 ) -> tuple[Tensor, Tensor | None]:
-    """Carry out a plan: return ``o`` and, where the implementation has it, ``lse``."""
-    if plan.impl == "torch":
-        return torch_attention(q, k, v, variant, modifiers), None
-    if plan.backward == "autograd":
-        return dense_attention(q, k, v, variant, modifiers)
-    return PlannedAttention.apply_plan(q, k, v, modifiers, variant, plan)
+    """Carry out a call: return ``o`` and, where the implementation has it, ``lse``."""
+    if call.plan.impl == "torch":
+        return torch_attention(q, k, v, call.variant, modifiers), None
+    if call.plan.backward == "autograd":
+        return dense_attention(q, k, v, call.variant, modifiers)
+    if call.records:
+        o, lse = PlannedAttention.apply(q, k, v, *modifiers, call)
+        return o, lse
+    return run_forward(call, q, k, v, modifiers)
 
 
 def run_forward(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, variant: Variant, modifiers: Modifiers
+    call: Call, q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers
 ) -> tuple[Tensor, Tensor]:
-    """Return ``o`` and ``lse`` by a plan's implementation; nothing is recorded for autograd."""
-    if plan.impl == "hopper":
+    """Return ``o`` and ``lse`` by the planned implementation; autograd records nothing."""
+    plan, variant = call.plan, call.variant
+    if plan.impl in KERNELS:
         try:
-            return _forward_on_hopper(q, k, v, variant)
+            return _forward_by_kernels(call, q, k, v, modifiers)
         except (LayoutRefusal, BuildFailure) as refusal:
             _accept(refusal, is_named=plan.impl_is_named)
-        return run_forward(plan._replace(impl="triton"), q, k, v, variant, modifiers)
-    if plan.impl == "triton":
-        from flash_kernel._triton.launch import launch_forward
-
-        o, lse = launch_forward(
-            as_batch_and_heads(q),
-            as_batch_and_heads(k),
-            as_batch_and_heads(v),
-            variant,
-            as_pairs(modifiers, q, k),
-        )
-        return shaped(o, (*q.shape[:-1], v.shape[-1])), shaped(lse, q.shape[:-1])
+        call.replace_plan(impl="triton")
+        return _forward_by_kernels(call, q, k, v, modifiers)
     if plan.impl == "mock":
         from flash_kernel.mock import flash_attention_mock_forward
 
@@ -114,14 +93,30 @@ def run_forward(
     return dense_attention(q, k, v, variant, modifiers, rounds_scores=False)
 
 
-def _forward_on_hopper(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
-    """Return ``o`` and ``lse`` by the Hopper kernel, or raise why it cannot take the tensors."""
-    from flash_kernel._hopper.launch import launch_forward
+def _forward_by_kernels(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers
+) -> tuple[Tensor, Tensor]:
+    """Return ``o`` and ``lse`` by kernels, which look at addresses: no views up to four dims."""
+    if q.dim() > 4:
+        q4, k4, v4 = map(as_batch_and_heads, (q, k, v))
+        o, lse = _forward_by_kernels(call, q4, k4, v4, as_pairs(modifiers, q, k))
+        return shaped(o, (*q.shape[:-1], v.shape[-1])), shaped(lse, q.shape[:-1])
+    modifiers = as_pairs(modifiers, q, k)
+    forward = call.launch("forward", lambda: _prepared_forward(call, q, k, v, modifiers))
+    o, lse = forward(q, k, v, (*modifiers, None, None))
+    return o, lse
 
-    o, lse = launch_forward(
-        as_batch_and_heads(q), as_batch_and_heads(k), as_batch_and_heads(v), variant
-    )
-    return shaped(o, q.shape), shaped(lse, q.shape[:-1])
+
+def _prepared_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    if call.plan.impl == "hopper":
+        from flash_kernel._hopper import launch as hopper
+
+        return hopper.prepare_forward(q, k, v, call.variant, view=as_batch_and_heads)
+    from flash_kernel._triton.launch import prepare_forward
+
+    return prepare_forward(q, k, v, call.variant, modifiers, view=as_batch_and_heads)
 
 
 def _accept(refusal: Exception, *, is_named: bool) -> None:
@@ -136,7 +131,7 @@ def _accept(refusal: Exception, *, is_named: bool) -> None:
 
 
 def run_backward(
-    plan: Plan,
+    call: Call,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -144,19 +139,18 @@ def run_backward(
     lse: Tensor,
     do: Tensor,
     dlse: Tensor | None,
-    variant: Variant,
     modifiers: Modifiers,
 ) -> Gradients:
-    """Return the gradients by a plan's backward, one of those that are interchangeable."""
+    """Return the gradients by the planned backward, one of those that are interchangeable."""
     tensors = (q, k, v, o, lse, do, dlse)
-    if plan.backward == "hopper":
+    plan, variant = call.plan, call.variant
+    if plan.backward in KERNELS:
         try:
-            return _backward_by_kernels(plan, tensors, variant, modifiers)
+            return _backward_by_kernels(call, *tensors, modifiers)
         except (LayoutRefusal, BuildFailure) as refusal:
             _accept(refusal, is_named=plan.backward_is_named)
-        plan = plan._replace(backward="triton")
-    if plan.backward == "triton":
-        return _backward_by_kernels(plan, tensors, variant, modifiers)
+        call.replace_plan(backward="triton")
+        return _backward_by_kernels(call, *tensors, modifiers)
     if plan.backward == "mock":
         from flash_kernel.mock import flash_attention_mock_backward
 
@@ -173,24 +167,59 @@ def run_backward(
 
 
 def _backward_by_kernels(
-    plan: Plan, tensors: tuple[Any, ...], variant: Variant, modifiers: Modifiers
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    modifiers: Modifiers,
 ) -> Gradients:
-    """Return the gradients by the kernels that a plan names, in the shapes of the inputs."""
-    q, k, v, o, lse, do, dlse = tensors
-    q4, k4, v4, o4, do4 = (as_batch_and_heads(x) for x in (q, k, v, o, do))
-    lse = shaped(lse, q4.shape[:-1])
-    dlse = None if dlse is None else shaped(dlse, lse.shape)
+    """Return the gradients by kernels, in the shapes of the inputs."""
+    modifiers = as_pairs(modifiers, q, k)
+    if q.dim() > 4:
+        q4, k4, v4, o4, do4 = map(as_batch_and_heads, (q, k, v, o, do))
+        got = _backward_by_kernels(call, q4, k4, v4, o4, lse, do4, dlse, modifiers)
+        dq, dk, dv = (shaped(dx, x.shape) for dx, x in zip(got[:3], (q, k, v), strict=True))
+        return got._replace(dq=dq, dk=dk, dv=dv)
+    backward = call.launch(
+        backward_key((q, k, v, o, do), dlse),
+        lambda: _prepared_backward(call, q, k, v, o, do, modifiers, has_dlse=dlse is not None),
+    )
+    gradients: Gradients = backward(q, k, v, o, lse, do, dlse, (*modifiers, None, None))
+    return gradients
+
+
+def backward_key(tensors: tuple[Tensor, ...], dlse: Tensor | None) -> tuple[Hashable, ...]:
+    """Return what a prepared backward depends on beside the call that it belongs to.
+
+    The gradient's layout is autograd's choice, and hooks may have laid out anew what was saved.
+    """
+    layouts = [(x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0) for x in tensors]
+    return ("backward", *layouts, dlse is None, float32_precision(tensors[0].dtype))
+
+
+def _prepared_backward(
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    do: Tensor,
+    modifiers: Modifiers,
+    *,
+    has_dlse: bool,
+) -> Callable[..., Gradients]:
+    plan, variant, view = call.plan, call.variant, as_batch_and_heads
     if plan.backward == "hopper":
-        from flash_kernel._hopper.backward_launch import launch_backward as launch_on_hopper
+        from flash_kernel._hopper import backward_launch as hopper
 
-        dq, dk, dv, _, dsinks = launch_on_hopper(
-            q4, k4, v4, o4, lse, do4, dlse, variant, is_deterministic=plan.is_deterministic
-        )
-    else:
-        from flash_kernel._triton.launch_backward import launch_backward
+        return hopper.prepare_backward(
+            q, k, v, o, do, variant, has_dlse=has_dlse, view=view,
+            is_deterministic=plan.is_deterministic,
+        )  # fmt: skip
+    from flash_kernel._triton.launch_backward import prepare_backward
 
-        dq, dk, dv, _, dsinks = launch_backward(
-            q4, k4, v4, o4, lse, do4, dlse, variant, as_pairs(modifiers, q, k)
-        )
-    dq, dk, dv = (shaped(dx, x.shape) for dx, x in ((dq, q), (dk, k), (dv, v)))
-    return Gradients(dq, dk, dv, None, dsinks)
+    return prepare_backward(q, k, v, o, do, variant, modifiers, has_dlse=has_dlse, view=view)

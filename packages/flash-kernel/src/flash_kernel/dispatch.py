@@ -7,11 +7,10 @@ configurations that says what Triton can take is plain data.
 import functools
 import importlib.util
 import warnings
-from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from flash_kernel._hopper import config as hopper
 from flash_kernel._triton.config import (
@@ -21,7 +20,9 @@ from flash_kernel._triton.config import (
     max_head_dim,
     max_seqlen,
 )
+from flash_kernel.calls import Call, kind_of, known_call, wants_gradients
 from flash_kernel.request import Options, Plan, Request
+from flash_kernel.second_order import refuse_transforms
 from flash_kernel.torch_attention import torch_refusal
 from flash_kernel.validation import check_inputs
 from flash_kernel.variant import Modifiers, Variant, make_variant
@@ -33,30 +34,28 @@ GPU_ORDER = ("hopper", "triton", "torch", "reference")  # what `auto` tries
 KERNELS = ("hopper", "triton")  # a backward of any of them takes what a forward of any saved
 CPU_ORDER = ("torch", "reference")
 
-MAX_PLANS = 4096  # descriptions of inputs; when there are more, all are forgotten
-_plans: dict[Hashable, tuple[Plan, Variant]] = {}
 
+def checked_call(
+    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: tuple[Any, ...]
+) -> Call:
+    """Check the inputs, and return what is decided for them; see `calls`.
 
-def checked_plan(
-    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: Options
-) -> tuple[Plan, Variant]:
-    """Check the inputs and return the plan for them; done once for inputs of one description.
+    ``options`` are those of `Options`: the record itself is not needed for a known call.
 
     Raises:
         TypeError, ValueError, RuntimeError: See `check_inputs` and `resolve`.
     """
-    key = _description(q, k, v, modifiers, options)
-    known = None if key is None else _plans.get(key)
-    if known is not None:
-        return known
-    request = checked_request(q, k, v, modifiers, options)
-    plan = resolve(request, impl=options.impl, backward=options.backward)
-    planned = plan, request.variant
-    if key is not None:
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        _plans[key] = planned
-    return planned
+    tensors = (q, k, v, *modifiers)
+
+    def decide() -> Call:
+        chosen = Options(*options)
+        request = checked_request(q, k, v, modifiers, chosen)
+        plan = resolve(request, impl=chosen.impl, backward=chosen.backward)
+        if plan.backward != "autograd":
+            refuse_transforms("flash_attention")
+        return Call(plan, request.variant, records=wants_gradients(tensors))
+
+    return known_call(kind_of("flash_attention", tensors, options), decide)
 
 
 def checked_request(
@@ -68,7 +67,15 @@ def checked_request(
         TypeError, ValueError: See `check_inputs`.
     """
     wishes = {name: getattr(options, name) for name in ("is_causal", "scale", "window", "softcap")}
-    check_inputs(q, k, v, modifiers, **wishes, deterministic=options.deterministic)
+    check_inputs(
+        q,
+        k,
+        v,
+        modifiers,
+        **wishes,
+        return_lse=options.return_lse,
+        deterministic=options.deterministic,
+    )
     variant = make_variant(q.shape[-1], **wishes)
     return describe(
         q,
@@ -79,24 +86,6 @@ def checked_request(
         return_lse=options.return_lse,
         is_deterministic=options.deterministic,
     )
-
-
-def _description(
-    q: Tensor, k: Tensor, v: Tensor, modifiers: Modifiers, options: Options
-) -> Hashable | None:
-    """Return a key under which a plan may be kept; None if a tensor is of an unusual kind."""
-    tensors = (q, k, v, *modifiers.tensors)
-    if not all(map(_is_plain, tensors)):
-        return None
-    described = [(x.shape, x.dtype, x.device) for x in tensors]
-    present = [None if x is None else x.requires_grad for x in modifiers]
-    # repr: an option of the wrong kind may not be hashable, and 1 == True == 1.0
-    return (*described, *present, torch.is_grad_enabled(), repr(options))
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Say whether a tensor is described by its shape, dtype and device."""
-    return type(x) in (Tensor, Parameter) and x.layout == torch.strided and not x.is_nested
 
 
 def describe(

@@ -21,6 +21,7 @@ import torch
 
 import flash_kernel
 from flash_kernel.api import flash_attention
+from flash_kernel.document import replaced
 from flash_kernel.reference import attention_reference
 from flash_kernel.testing import AttentionErrors, AttentionImpl, expect, make_qkv
 
@@ -112,21 +113,6 @@ def describe_environment(device: str, impl: str) -> str:
     return f"{', '.join(parts)}, {datetime.now(UTC):%Y-%m-%d}."
 
 
-def replaced(document: str, table: str) -> str:
-    """Return a document with the table between its markers.
-
-    Raises:
-        ValueError: The markers are not there, once each and in order.
-    """
-    begin, end = MARKERS
-    if document.count(begin) != 1 or document.count(end) != 1:
-        msg = f"the document must have the markers {begin} and {end} once each."
-        raise ValueError(msg)
-    before, rest = document.split(begin)
-    _, after = rest.split(end)
-    return f"{before}{begin}\n{table}\n{end}{after}"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, measure, and print or write the table."""
     parser = argparse.ArgumentParser(prog="python -m flash_kernel.error_table")
@@ -139,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.into is None:
         print(table)
     else:
-        options.into.write_text(replaced(options.into.read_text("utf-8"), table), "utf-8")
+        options.into.write_text(replaced(options.into.read_text("utf-8"), table, MARKERS), "utf-8")
 
 
 if __name__ == "__main__":

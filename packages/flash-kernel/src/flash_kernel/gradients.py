@@ -1,5 +1,6 @@
 """What a backward returns, and the one gradient that every backward computes alike."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ class Gradients(NamedTuple):
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Return dsinks ``[H]``: a sink has p = exp(sink - lse) in each row, and dp = 0."""
+    # a row whose denominator is empty passes nothing back, not even to a sink of -inf
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
     p = torch.exp(sinks.to(lse.dtype)[:, None] - lse)  # [..., H, M]
     by_head = (-p * delta).sum(-1)  # [..., H]
     return by_head.reshape(-1, sinks.shape[0]).sum(0).to(sinks.dtype)

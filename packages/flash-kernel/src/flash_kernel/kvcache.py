@@ -1,6 +1,6 @@
 """Attention over a key-value cache: decoding, one or a few new queries a sequence."""
 
-from typing import Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from flash_kernel._triton.config import MAX_SPLITS
 from flash_kernel.autocast import autocast, is_autocast
 from flash_kernel.cache import Cache, check_cache
+from flash_kernel.calls import Call, kind_of, known_call
 from flash_kernel.decode import append_to_cache, attend_to_cache, describe_cached
 from flash_kernel.dispatch import resolve
 from flash_kernel.sequence_ops import cached_forward_appending_op, cached_forward_op
@@ -138,21 +139,28 @@ def flash_attention_with_kvcache(
     """
     modifiers = Modifiers(alibi_slopes, None, None, sinks)
     cache = Cache(k_cache, v_cache, cache_seqlens, block_table)
+    # as in `_Options`
+    options = (is_causal, scale, window, softcap, return_lse, num_splits, impl)
     if is_autocast(q):
         k, v = (None if x is None else autocast(x, q.device.type) for x in (k, v))
         q = autocast(q, q.device.type)
-    check_cache(q, cache, k, v, modifiers)
-    _refuse_gradients(q, cache.k, cache.v, k, v, *modifiers)
-    _check_num_splits(num_splits)
-    check_options(is_causal=is_causal, scale=scale, window=window, softcap=softcap)
-    variant = make_variant(
-        q.shape[-1], is_causal=is_causal, scale=scale, window=window, softcap=softcap
-    )
-    with torch.autocast(q.device.type, enabled=False):
-        o, lse = _dispatched(
-            q, cache, k, v, variant, modifiers, num_splits, return_lse=return_lse, impl=impl
-        )
+        with torch.autocast(q.device.type, enabled=False):
+            o, lse = _dispatched(q, cache, k, v, modifiers, options)
+    else:
+        o, lse = _dispatched(q, cache, k, v, modifiers, options)
     return o if lse is None or not return_lse else (o, lse)
+
+
+class _Options(NamedTuple):
+    """The public options that are numbers or names."""
+
+    is_causal: bool
+    scale: float | None
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    return_lse: bool
+    num_splits: int | None
+    impl: str
 
 
 def _dispatched(
@@ -160,27 +168,78 @@ def _dispatched(
     cache: Cache,
     k: Tensor | None,
     v: Tensor | None,
-    variant: Variant,
     modifiers: Modifiers,
-    num_splits: int | None,
-    *,
-    return_lse: bool,
-    impl: str,
+    options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor | None]:
     """Append, and return o and lse from whichever implementation the call gets."""
     if torch.compiler.is_compiling():
-        extras = (modifiers.alibi_slopes, modifiers.sinks, *variant, num_splits, impl)
-        if k is None or v is None:
-            o, lse = cached_forward_op(q, *cache, *extras)
-        else:
-            o, lse = cached_forward_appending_op(q, *cache, *extras, k, v)
-        return o, lse
-    request = describe_cached(q, cache, variant, modifiers, return_lse=return_lse)
-    plan = resolve(request, impl=impl, backward="auto")
+        return _traced(q, cache, k, v, modifiers, _Options(*options))
+    call = checked_cached_call(q, cache, k, v, modifiers, options)
     if k is not None and v is not None:
-        append_to_cache(plan.impl, cache, k, v)
+        append_to_cache(call, cache, k, v)
     num_new = 0 if k is None else k.shape[2]
-    return attend_to_cache(plan, q, cache, num_new, variant, modifiers, num_splits)
+    return attend_to_cache(call, q, cache, num_new, modifiers, options[5])
+
+
+def _traced(
+    q: Tensor,
+    cache: Cache,
+    k: Tensor | None,
+    v: Tensor | None,
+    modifiers: Modifiers,
+    options: _Options,
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse inside ``torch.compile``, by one of our operators."""
+    variant = _checked_variant(q, cache, k, v, modifiers, options)
+    extras = (
+        modifiers.alibi_slopes, modifiers.sinks, *variant, options.num_splits, options.impl
+    )  # fmt: skip
+    if k is None or v is None:
+        o, lse = cached_forward_op(q, *cache, *extras)
+    else:
+        o, lse = cached_forward_appending_op(q, *cache, *extras, k, v)
+    return o, lse
+
+
+def checked_cached_call(
+    q: Tensor,
+    cache: Cache,
+    k: Tensor | None,
+    v: Tensor | None,
+    modifiers: Modifiers,
+    options: tuple[Any, ...],
+) -> Call:
+    """Check the inputs, and return what is decided for them; see `calls`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: See `flash_attention_with_kvcache`.
+    """
+
+    def decide() -> Call:
+        chosen = _Options(*options)
+        variant = _checked_variant(q, cache, k, v, modifiers, chosen)
+        request = describe_cached(q, cache, variant, modifiers, return_lse=chosen.return_lse)
+        return Call(resolve(request, impl=chosen.impl, backward="auto"), variant)
+
+    tensors = (q, *cache, k, v, *modifiers)
+    return known_call(kind_of("flash_attention_with_kvcache", tensors, options), decide)
+
+
+def _checked_variant(
+    q: Tensor,
+    cache: Cache,
+    k: Tensor | None,
+    v: Tensor | None,
+    modifiers: Modifiers,
+    options: _Options,
+) -> Variant:
+    """Check the inputs, and return the numbers among the options."""
+    check_cache(q, cache, k, v, modifiers)
+    _refuse_gradients(q, cache.k, cache.v, k, v, *modifiers)
+    _check_num_splits(options.num_splits)
+    wishes: dict[str, Any] = dict(zip(_Options._fields[:4], options[:4], strict=True))
+    check_options(**wishes)
+    return make_variant(q.shape[-1], **wishes)
 
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from flash_kernel.autograd import run_backward, run_forward
+from flash_kernel.calls import Call, kind_of, known_call
 from flash_kernel.dispatch import describe, resolve
+from flash_kernel.request import Plan
 from flash_kernel.second_order import refuse_second_order
 from flash_kernel.variant import Modifiers, Variant
 
@@ -22,11 +24,41 @@ def laid_out_like(promised: Tensor, result: Tensor) -> Tensor:
     return result if result.stride() == promised.stride() else promised.copy_(result)
 
 
+def without_autograd(plan: Plan) -> Plan:
+    """Let the dense formulas stand in for autograd, which sees nothing inside an operator."""
+    return plan._replace(backward="dense") if plan.backward == "autograd" else plan
+
+
 def empty_output(q: Tensor, v: Tensor) -> Tensor:
     """Return an ``o`` with the layout of q, or contiguous where v is of another width."""
     if v.shape[-1] == q.shape[-1]:
         return torch.empty_like(q)
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _operator_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    modifiers: Modifiers,
+    variant: Variant,
+    options: tuple[str, str, bool],
+    *,
+    trains_bias: bool = False,
+) -> Call:
+    """Return what is decided for an operator's inputs; see `calls`."""
+
+    def decide() -> Call:
+        impl, backward, is_deterministic = options
+        request = describe(
+            q, k, v, variant, modifiers, return_lse=True, is_deterministic=is_deterministic
+        )
+        if trains_bias:
+            request = request._replace(trained=frozenset({"bias"}))
+        return Call(without_autograd(resolve(request, impl=impl, backward=backward)), variant)
+
+    wishes = (*variant, *options, trains_bias)
+    return known_call(kind_of("operator", (q, k, v, *modifiers), wishes), decide)
 
 
 @torch.library.custom_op("flash_kernel::forward", mutates_args=())
@@ -47,13 +79,10 @@ def forward_op(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return ``o [..., M, D_v]`` and ``lse [..., M]``."""
-    variant, modifiers = (
-        Variant(scale, left, right, softcap),
-        Modifiers(alibi_slopes, bias, mask, sinks),
-    )
-    request = describe(q, k, v, variant, modifiers, return_lse=True, is_deterministic=deterministic)
-    plan = resolve(request, impl=impl, backward=backward)
-    o, lse = run_forward(plan, q, k, v, variant, modifiers)
+    modifiers = Modifiers(alibi_slopes, bias, mask, sinks)
+    variant = Variant(scale, left, right, softcap)
+    call = _operator_call(q, k, v, modifiers, variant, (impl, backward, deterministic))
+    o, lse = run_forward(call, q, k, v, modifiers)
     return laid_out_like(empty_output(q, v), o), lse.contiguous()
 
 
@@ -101,18 +130,11 @@ def backward_op(
     trains_bias: bool,
 ) -> list[Tensor]:
     """Return ``dq, dk, dv``, and then the gradients of a bias and of sinks, if there are any."""
-    variant, modifiers = (
-        Variant(scale, left, right, softcap),
-        Modifiers(alibi_slopes, bias, mask, sinks),
-    )
-    request = describe(q, k, v, variant, modifiers, return_lse=True, is_deterministic=deterministic)
-    if trains_bias:
-        request = request._replace(trained=frozenset({"bias"}))
-    plan = resolve(request, impl=impl, backward=backward)
-    # inside an operator torch cannot differentiate for us: the dense formulas stand in
-    if plan.backward == "autograd":
-        plan = plan._replace(backward="dense")
-    gradients = run_backward(plan, q, k, v, o, lse, do, dlse, variant, modifiers)
+    modifiers = Modifiers(alibi_slopes, bias, mask, sinks)
+    variant = Variant(scale, left, right, softcap)
+    options = (impl, backward, deterministic)
+    call = _operator_call(q, k, v, modifiers, variant, options, trains_bias=trains_bias)
+    gradients = run_backward(call, q, k, v, o, lse, do, dlse, modifiers)
     promised = [torch.empty_like(x) for x in (q, k, v)]
     results = [laid_out_like(x, dx) for x, dx in zip(promised, gradients[:3], strict=True)]
     if bias is not None and trains_bias and gradients.dbias is not None:

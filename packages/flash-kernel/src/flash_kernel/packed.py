@@ -115,9 +115,9 @@ def lengths_of(packing: Packing, which: str, total: int) -> list[int]:
     return lengths
 
 
-def as_one_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return packed tensors ``[total, H, D]`` as views ``[1, H, total, D]``."""
-    return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+def as_one_batch(x: Tensor) -> Tensor:
+    """Return a packed tensor ``[total, H, D]`` as a view ``[1, H, total, D]``."""
+    return x.transpose(0, 1)[None]
 
 
 def split_packed(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -132,7 +132,9 @@ def join_packed(parts: Sequence[Tensor]) -> Tensor:
 
 def by_sequence(modifiers: Modifiers, batch: int, num_heads: int) -> Modifiers:
     """Return the modifiers as the kernels take them, slopes as float32 ``[B, H]``."""
-    slopes, sinks = modifiers.alibi_slopes, modifiers.sinks
+    slopes, _, _, sinks = modifiers
+    if slopes is sinks is None:
+        return modifiers
     if slopes is not None:
         slopes = slopes.float().expand(batch, num_heads)
     return Modifiers(slopes, None, None, None if sinks is None else sinks.float())

@@ -1,51 +1,93 @@
 """Attention of packed sequences, carried out: by the kernels at once, or a sequence at a time."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_kernel.autograd import attend, run_backward, run_forward
-from flash_kernel.dispatch import describe
+from flash_kernel.autograd import attend, backward_key, run_backward, run_forward
+from flash_kernel.calls import Call, kind_of, known_call, wants_gradients
+from flash_kernel.dispatch import describe, resolve
 from flash_kernel.gradients import Gradients
 from flash_kernel.packed import (
     as_one_batch,
     by_sequence,
+    check_packed,
     join_packed,
     lengths_of,
     modifiers_of,
     split_packed,
 )
-from flash_kernel.request import Plan, Request
+from flash_kernel.request import Options, Request
 from flash_kernel.second_order import refuse_second_order, refuse_transforms
-from flash_kernel.variant import Modifiers, Packing, Variant
+from flash_kernel.validation import check_options
+from flash_kernel.variant import Modifiers, Packing, Variant, make_variant
 
 
 def describe_packed(
     q: Tensor, k: Tensor, v: Tensor, variant: Variant, modifiers: Modifiers, *, return_lse: bool
 ) -> Request:
     """Return the request that valid tensors make."""
-    views = as_one_batch(q, k, v)
-    return describe(*views, variant, modifiers, return_lse=return_lse, layout="packed")
+    q, k, v = map(as_one_batch, (q, k, v))
+    return describe(q, k, v, variant, modifiers, return_lse=return_lse, layout="packed")
 
 
-def attend_packed(
-    plan: Plan,
+def checked_packed_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     packing: Packing,
-    variant: Variant,
     modifiers: Modifiers,
+    options: tuple[Any, ...],
+) -> Call:
+    """Check the inputs, and return what is decided for them; see `calls`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: See `check_packed` and `resolve`.
+    """
+    tensors = (q, k, v, *packing[:2], *modifiers)
+
+    def decide() -> Call:
+        variant = checked_packed_variant(q, k, v, packing, modifiers, options)
+        chosen = Options(*options)
+        request = describe_packed(q, k, v, variant, modifiers, return_lse=chosen.return_lse)
+        plan = resolve(request, impl=chosen.impl, backward=chosen.backward)
+        if plan.backward != "autograd":
+            refuse_transforms("flash_attention_varlen")
+        return Call(plan, variant, records=wants_gradients(tensors))
+
+    kind = kind_of("flash_attention_varlen", tensors, (*options, *packing[2:]))
+    return known_call(kind, decide)
+
+
+def checked_packed_variant(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    modifiers: Modifiers,
+    options: tuple[Any, ...],
+) -> Variant:
+    """Check the inputs, and return the numbers among the options."""
+    check_packed(q, k, v, packing, modifiers)
+    wishes = dict(zip(Options._fields[:4], options[:4], strict=True))
+    check_options(**wishes)
+    return make_variant(q.shape[-1], **wishes)
+
+
+def attend_packed(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers
 ) -> tuple[Tensor, Tensor | None]:
-    """Carry out a plan: return ``o [total_q, H, D_v]`` and, where there is one, ``lse``."""
-    if plan.backward != "autograd":
-        refuse_transforms("flash_attention_varlen")
+    """Carry out a call: return ``o [total_q, H, D_v]`` and, where there is one, ``lse``."""
+    if call.plan.backward != "autograd":
+        if not call.records:
+            return run_packed_forward(call, q, k, v, packing, modifiers)
         slopes, _, _, sinks = modifiers
-        o, lse = PackedAttention.apply(q, k, v, slopes, sinks, packing, variant, plan)
+        o, lse = PackedAttention.apply(q, k, v, slopes, sinks, packing, call)
         return o, lse
     parts = [
-        attend(plan, *tensors, variant, modifiers_of(modifiers, i))
+        attend(call, *tensors, modifiers_of(modifiers, i))
         for i, tensors in enumerate(each_sequence(packing, q, k, v))
     ]
     lses = [lse[0] for _, lse in parts if lse is not None]
@@ -64,13 +106,12 @@ class PackedAttention(torch.autograd.Function):
         alibi_slopes: Tensor | None,
         sinks: Tensor | None,
         packing: Packing,
-        variant: Variant,
-        plan: Plan,
+        call: Call,
     ) -> tuple[Tensor, Tensor]:
         """Return ``o [total_q, H, D_v]`` and ``lse [H, total_q]``; save what the backward needs."""
         modifiers = Modifiers(alibi_slopes, None, None, sinks)
-        o, lse = run_packed_forward(plan.impl, q, k, v, packing, variant, modifiers)
-        ctx.variant, ctx.plan = variant, plan
+        o, lse = run_packed_forward(call, q, k, v, packing, modifiers)
+        ctx.call = call
         ctx.save_for_backward(q, k, v, alibi_slopes, sinks, *packing[:2], o, lse)
         ctx.set_materialize_grads(False)
         return o, lse
@@ -82,39 +123,45 @@ class PackedAttention(torch.autograd.Function):
         q, k, v, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, o, lse = ctx.saved_tensors
         modifiers = Modifiers(alibi_slopes, None, None, sinks)
         dq, dk, dv, _, dsinks = run_packed_backward(
-            ctx.plan.backward, q, k, v, o, lse, torch.zeros_like(o) if do is None else do, dlse,
-            Packing(cu_seqlens_q, cu_seqlens_k), ctx.variant, modifiers,
+            ctx.call, q, k, v, o, lse, torch.zeros_like(o) if do is None else do, dlse,
+            Packing(cu_seqlens_q, cu_seqlens_k), modifiers,
         )  # fmt: skip
-        return dq, dk, dv, None, dsinks, None, None, None
+        return dq, dk, dv, None, dsinks, None, None
 
 
 def run_packed_forward(
-    impl: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    variant: Variant,
-    modifiers: Modifiers,
+    call: Call, q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers
 ) -> tuple[Tensor, Tensor]:
-    """Return ``o`` and ``lse`` by one implementation; nothing is recorded for autograd."""
-    if impl == "triton":
-        from flash_kernel._triton.launch import launch_forward
-
+    """Return ``o`` and ``lse`` by the planned implementation; autograd records nothing."""
+    if call.plan.impl == "triton":
         check_lengths(packing, q, k)
-        views = as_one_batch(q, k, v)
         by_batch = by_sequence(modifiers, packing.num_sequences, q.shape[1])
-        o, lse = launch_forward(*views, variant, by_batch, packing)
-        return o[0].transpose(0, 1), lse[0]
+        forward = call.launch(
+            "forward", lambda: _prepared_forward(call, q, k, v, packing, by_batch)
+        )
+        o, lse = forward(q, k, v, (*by_batch, *packing[:2]))
+        return o, lse
     results = [
-        run_forward(Plan(impl, "dense"), *tensors, variant, modifiers_of(modifiers, i))
+        run_forward(call, *tensors, modifiers_of(modifiers, i))
         for i, tensors in enumerate(each_sequence(packing, q, k, v))
     ]
     return join_packed([o for o, _ in results]), torch.cat([lse[0] for _, lse in results], dim=-1)
 
 
+def _prepared_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    from flash_kernel._triton.launch import prepare_forward
+
+    lse_shape = (q.shape[1], q.shape[0])
+    return prepare_forward(
+        q, k, v, call.variant, modifiers, packing.num_sequences, view=as_one_batch,
+        lse_shape=lse_shape,
+    )  # fmt: skip
+
+
 def run_packed_backward(
-    backward: str,
+    call: Call,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -123,27 +170,29 @@ def run_packed_backward(
     do: Tensor,
     dlse: Tensor | None,
     packing: Packing,
-    variant: Variant,
     modifiers: Modifiers,
 ) -> Gradients:
-    """Return the gradients by one of the interchangeable backwards."""
-    if backward == "triton":
-        from flash_kernel._triton.launch_backward import launch_backward
+    """Return the gradients by the planned backward, one of those that are interchangeable."""
+    if call.plan.backward == "triton":
+        from flash_kernel._triton.launch_backward import prepare_backward
 
-        views = *as_one_batch(q, k, v), o.transpose(0, 1)[None], lse[None], do.transpose(0, 1)[None]
-        dlse = None if dlse is None else dlse[None]
         by_batch = by_sequence(modifiers, packing.num_sequences, q.shape[1])
-        got = launch_backward(*views, dlse, variant, by_batch, packing)
-        dq, dk, dv = (x[0].transpose(0, 1) for x in got[:3])
-        return Gradients(dq, dk, dv, None, got.dsinks)
+        backward = call.launch(
+            backward_key((q, k, v, o, do), dlse),
+            lambda: prepare_backward(
+                q, k, v, o, do, call.variant, by_batch, packing.num_sequences,
+                has_dlse=dlse is not None, view=as_one_batch,
+            ),
+        )  # fmt: skip
+        gradients: Gradients = backward(q, k, v, o, lse, do, dlse, (*by_batch, *packing[:2]))
+        return gradients
     lengths = lengths_of(packing, "q", q.shape[0]) or [0]
     os, dos = split_packed(o, lengths), split_packed(do, lengths)
     lses = torch.split(lse[None], lengths, dim=-1)
     dlses = [None] * len(lengths) if dlse is None else torch.split(dlse[None], lengths, dim=-1)
     parts = [
         run_backward(
-            Plan("reference", backward), *tensors, os[i], lses[i], dos[i], dlses[i], variant,
-            modifiers_of(modifiers, i),
+            call, *tensors, os[i], lses[i], dos[i], dlses[i], modifiers_of(modifiers, i)
         )
         for i, tensors in enumerate(each_sequence(packing, q, k, v))
     ]  # fmt: skip
@@ -156,7 +205,7 @@ def run_packed_backward(
 
 def check_lengths(packing: Packing, q: Tensor, k: Tensor) -> None:
     """Check what ``cu_seqlens`` holds where that makes no GPU wait."""
-    if packing.cu_seqlens_q.device.type == "cpu":
+    if not packing.cu_seqlens_q.is_cuda:
         lengths_of(packing, "q", q.shape[0])
         lengths_of(packing, "k", k.shape[0])
 

@@ -10,12 +10,33 @@ import torch
 from torch import Tensor
 
 from flash_kernel.cache import Cache
+from flash_kernel.calls import Call, kind_of, known_call
 from flash_kernel.decode import append_to_cache, attend_to_cache, describe_cached
 from flash_kernel.dispatch import resolve
-from flash_kernel.ops import empty_output, laid_out_like
+from flash_kernel.ops import empty_output, laid_out_like, without_autograd
 from flash_kernel.packed_autograd import describe_packed, run_packed_backward, run_packed_forward
 from flash_kernel.second_order import refuse_second_order
 from flash_kernel.variant import Modifiers, Packing, Variant
+
+
+def _packed_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    modifiers: Modifiers,
+    variant: Variant,
+    impl: str,
+    backward: str,
+) -> Call:
+    """Return what is decided for an operator's packed inputs; see `calls`."""
+
+    def decide() -> Call:
+        request = describe_packed(q, k, v, variant, modifiers, return_lse=True)
+        return Call(without_autograd(resolve(request, impl=impl, backward=backward)), variant)
+
+    tensors = (q, k, v, *packing[:2], *modifiers)
+    return known_call(kind_of("packed operator", tensors, (*variant, impl, backward)), decide)
 
 
 @torch.library.custom_op("flash_kernel::packed_forward", mutates_args=())
@@ -39,10 +60,9 @@ def packed_forward_op(
     """Return ``o [total_q, H, D_v]`` and ``lse [H, total_q]``."""
     variant = Variant(scale, left, right, softcap)
     modifiers = Modifiers(alibi_slopes, None, None, sinks)
-    request = describe_packed(q, k, v, variant, modifiers, return_lse=True)
-    plan = resolve(request, impl=impl, backward=backward)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    o, lse = run_packed_forward(plan.impl, q, k, v, packing, variant, modifiers)
+    call = _packed_call(q, k, v, packing, modifiers, variant, impl, backward)
+    o, lse = run_packed_forward(call, q, k, v, packing, modifiers)
     return laid_out_like(empty_output(q, v), o), lse.contiguous()
 
 
@@ -78,12 +98,9 @@ def packed_backward_op(
     """Return ``dq, dk, dv``, and then the gradient of sinks, if there are any."""
     variant = Variant(scale, left, right, softcap)
     modifiers = Modifiers(alibi_slopes, None, None, sinks)
-    request = describe_packed(q, k, v, variant, modifiers, return_lse=True)
-    plan = resolve(request, impl=impl, backward=backward)
-    # inside an operator torch cannot differentiate for us: the dense formulas stand in
-    chosen = "dense" if plan.backward == "autograd" else plan.backward
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    gradients = run_packed_backward(chosen, q, k, v, o, lse, do, dlse, packing, variant, modifiers)
+    call = _packed_call(q, k, v, packing, modifiers, variant, impl, backward)
+    gradients = run_packed_backward(call, q, k, v, o, lse, do, dlse, packing, modifiers)
     results = [
         laid_out_like(torch.empty_like(x), dx)
         for x, dx in zip((q, k, v), gradients[:3], strict=True)
@@ -201,12 +218,17 @@ def _attend(
     num_splits: int | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    request = describe_cached(q, cache, variant, modifiers, return_lse=True)
-    plan = resolve(request, impl=impl, backward="auto")
+
+    def decide() -> Call:
+        request = describe_cached(q, cache, variant, modifiers, return_lse=True)
+        return Call(resolve(request, impl=impl, backward="auto"), variant)
+
+    tensors = (q, *cache, k, v, *modifiers)
+    call = known_call(kind_of("cache operator", tensors, (*variant, num_splits, impl)), decide)
     if k is not None and v is not None:
-        append_to_cache(plan.impl, cache, k, v)
+        append_to_cache(call, cache, k, v)
     num_new = 0 if k is None else k.shape[2]
-    o, lse = attend_to_cache(plan, q, cache, num_new, variant, modifiers, num_splits)
+    o, lse = attend_to_cache(call, q, cache, num_new, modifiers, num_splits)
     assert lse is not None  # the request asks for it
     return laid_out_like(empty_output(q, cache.v), o), lse.contiguous()
 

@@ -27,9 +27,9 @@ def as_batch_and_heads(x: Tensor) -> Tensor:
 
 def as_pairs(modifiers: Modifiers, q: Tensor, k: Tensor) -> Modifiers:
     """Return bias and mask as views ``[B, H, M, N]``, and slopes as ``[B, H]``, for kernels."""
-    if not modifiers.tensors:
-        return modifiers
     alibi_slopes, bias, mask, sinks = modifiers
+    if alibi_slopes is bias is mask is sinks is None:
+        return modifiers
     scores = (*q.shape[:-1], k.shape[-2])
     if bias is not None:
         bias = as_batch_and_heads(bias.expand(scores))

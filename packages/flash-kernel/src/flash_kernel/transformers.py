@@ -88,7 +88,7 @@ def attend(
         s_aux: Attention sinks ``[H]``.
         position_bias: Added to the scores, ``[1 or B, H, M, N]``; learnable.
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` are honoured, ``output_attentions`` is
-            refused.  The window of a sliding layer is in its mask already.
+            refused.  The window of a sliding layer is found in its mask, see `_window_of`.
     """
     _refuse(dropout, kwargs)
     if is_causal is None:
@@ -120,16 +120,20 @@ def attend(
     if is_causal and key.shape[2] > query.shape[2]:
         # no mask, and yet more keys: an empty static cache, of which the rest is not yet written
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    is_boolean = attention_mask is not None and attention_mask.dtype == torch.bool
+    mask = window = None
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        mask, attention_mask = attention_mask, None
+        window = _window_of(mask)
     o = flash_attention(
         query,
         key,
         value,
         is_causal=is_causal,
         scale=scaling,
+        window=window,
         softcap=softcap,
-        mask=attention_mask if is_boolean else None,
-        bias=_sum(position_bias, None if is_boolean else attention_mask, key.shape[2]),
+        mask=mask if window is None else None,
+        bias=_sum(position_bias, attention_mask, key.shape[2]),
         sinks=s_aux,
     )
     return o.transpose(1, 2).contiguous(), None
@@ -138,6 +142,36 @@ def attend(
 def _window(sliding_window: int | None) -> tuple[int, None] | None:
     """Translate a number of keys, a row's own among them, into what is to the left of it."""
     return None if sliding_window is None else (sliding_window - 1, None)
+
+
+def _window_of(mask: Tensor) -> tuple[int, int] | None:
+    """Return ``(left, 0)`` where a boolean mask ``[B, H, M, N]`` is a causal window and no more.
+
+    Keys outside a window take no time, those hidden by a mask do.  A mask is looked at once, while
+    the host waits, for the layers of a model share it; not within a graph, where nobody may wait,
+    nor for a single query.
+    """
+    is_captured = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or is_captured or mask.is_inference() or mask.shape[-2] < 2:
+        return None
+    version, window = getattr(mask, "_flash_kernel_window", (None, None))
+    if version != mask._version:
+        window = _fitted_window(mask)
+        mask._flash_kernel_window = mask._version, window  # type: ignore[attr-defined]
+    return window
+
+
+def _fitted_window(mask: Tensor) -> tuple[int, int] | None:
+    """Fit a causal window to the last row of a mask; return it if all rows follow it."""
+    seqlen_q, seqlen_k = mask.shape[-2:]
+    if mask.numel() == 0:
+        return None
+    keys = torch.arange(seqlen_k, device=mask.device)
+    positions = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=mask.device)[:, None]
+    left = mask[0, 0, -1].sum() - 1
+    fits = (mask == ((keys <= positions) & (keys >= positions - left))).all()
+    left, fits = torch.stack([left, fits.to(left.dtype)]).tolist()
+    return (left, 0) if fits and left >= 0 else None
 
 
 def _sum(bias: Tensor | None, mask: Tensor | None, seqlen_k: int) -> Tensor | None:

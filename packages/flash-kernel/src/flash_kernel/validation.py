@@ -23,6 +23,7 @@ def check_inputs(
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    return_lse: bool = False,
     deterministic: bool = True,
 ) -> None:
     """Raise unless the arguments are a valid input of attention.
@@ -39,6 +40,7 @@ def check_inputs(
         scale: None, or a finite number.
         window: None, or two of None and integers from 0.
         softcap: None, or a finite number above 0.
+        return_lse: True or False.
         deterministic: True or False.
 
     ``M``, ``N`` and the leading dimensions may be 0.
@@ -54,6 +56,7 @@ def check_inputs(
         scale=scale,
         window=window,
         softcap=softcap,
+        return_lse=return_lse,
         deterministic=deterministic,
     )
 
@@ -64,13 +67,15 @@ def check_options(
     scale: float | None = None,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    return_lse: bool = False,
     deterministic: bool = True,
 ) -> None:
     """Raise unless the options that are numbers are valid, whatever the tensors."""
     _check_number("scale", scale)
     _check_number("softcap", softcap, above_zero=True)
     _check_window(window)
-    for name, value in (("is_causal", is_causal), ("deterministic", deterministic)):
+    switches = {"is_causal": is_causal, "return_lse": return_lse, "deterministic": deterministic}
+    for name, value in switches.items():
         if not isinstance(value, bool):
             msg = f"`{name}` must be True or False, got {value!r}."
             raise TypeError(msg)
@@ -164,6 +169,12 @@ def check_kind(name: str, tensor: object) -> None:
     """Raise unless an argument is a dense tensor of a supported dtype."""
     if not isinstance(tensor, Tensor):
         msg = f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}."
+        raise TypeError(msg)
+    if hasattr(tensor, "to_local"):
+        msg = (
+            f"`{name}` must be a local tensor, got a {type(tensor).__name__}. Wrap the call in "
+            "torch.distributed.tensor.experimental.local_map, batch or heads sharded."
+        )
         raise TypeError(msg)
     if tensor.is_nested or tensor.layout != torch.strided:
         kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"

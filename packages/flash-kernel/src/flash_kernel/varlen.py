@@ -1,18 +1,18 @@
 """Attention of many sequences of different lengths, packed one after the other."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from flash_kernel.autocast import autocast, is_autocast
-from flash_kernel.dispatch import resolve
-from flash_kernel.packed import check_packed
-from flash_kernel.packed_autograd import attend_packed, describe_packed
-from flash_kernel.request import Options
+from flash_kernel.packed_autograd import (
+    attend_packed,
+    checked_packed_call,
+    checked_packed_variant,
+)
 from flash_kernel.sequence_ops import packed_forward_op
-from flash_kernel.validation import check_options
-from flash_kernel.variant import Modifiers, Packing, Variant, make_variant
+from flash_kernel.variant import Modifiers, Packing
 
 
 @overload
@@ -126,7 +126,7 @@ def flash_attention_varlen(
     read and write out of bounds.  Walking the sequences one by one makes a GPU wait, and checks.
     """
     modifiers = Modifiers(alibi_slopes, None, None, sinks)
-    options = Options(is_causal, scale, window, softcap, return_lse, impl, backward)
+    options = (is_causal, scale, window, softcap, return_lse, impl, backward)  # as in `Options`
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if is_autocast(q):
         q, k, v = (autocast(x, q.device.type) for x in (q, k, v))
@@ -138,18 +138,18 @@ def flash_attention_varlen(
 
 
 def _dispatched(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers, options: Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    modifiers: Modifiers,
+    options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor | None]:
     """Return o and lse from whichever implementation the call gets."""
-    check_packed(q, k, v, packing, modifiers)
-    wishes = {name: getattr(options, name) for name in ("is_causal", "scale", "window", "softcap")}
-    check_options(**wishes)
-    variant = make_variant(q.shape[-1], **wishes)
     if torch.compiler.is_compiling():
-        return _traced(q, k, v, packing, modifiers, variant, options)
-    request = describe_packed(q, k, v, variant, modifiers, return_lse=options.return_lse)
-    plan = resolve(request, impl=options.impl, backward=options.backward)
-    return attend_packed(plan, q, k, v, packing, variant, modifiers)
+        return _traced(q, k, v, packing, modifiers, options)
+    call = checked_packed_call(q, k, v, packing, modifiers, options)
+    return attend_packed(call, q, k, v, packing, modifiers)
 
 
 def _traced(
@@ -158,11 +158,12 @@ def _traced(
     v: Tensor,
     packing: Packing,
     modifiers: Modifiers,
-    variant: Variant,
-    options: Options,
+    options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse inside ``torch.compile``, by our operator."""
-    if options.impl == "torch":
+    variant = checked_packed_variant(q, k, v, packing, modifiers, options)
+    impl, backward = options[-2:]
+    if impl == "torch":
         msg = (
             "impl='torch' walks packed sequences one by one, which torch.compile cannot trace. "
             "Pass impl='auto' or impl='reference'."
@@ -176,7 +177,6 @@ def _traced(
         )
         raise ValueError(msg)
     o, lse = packed_forward_op(
-        q, k, v, *packing, modifiers.alibi_slopes, modifiers.sinks, *variant, options.impl,
-        options.backward,
+        q, k, v, *packing, modifiers.alibi_slopes, modifiers.sinks, *variant, impl, backward
     )  # fmt: skip
     return o, lse

@@ -17,6 +17,7 @@ class Suite:
         command: Name on the command line.
         name: Name in result files.
         takes_plugins: Whether other packages may add providers.
+        checks_gradients: Whether a provider must also have the right gradients to be timed.
         presets: Grids by name.
         baselines: Providers that ratios may refer to; the first one that was timed is taken.
     """
@@ -27,6 +28,7 @@ class Suite:
     own_providers: dict[str, Provider]
     baselines: tuple[str, ...]
     takes_plugins: bool = False
+    checks_gradients: bool = True
     presets: Mapping[str, Grid] = field(default_factory=lambda: PRESETS)
 
     @property

@@ -38,11 +38,10 @@ numbered so that a tile waits only for lower numbers, and numbers are given out 
 as CTAs come to take them: whatever order the GPU starts CTAs in, the lowest unfinished number waits
 for nobody.  The first term is stored, not added, so that nothing has to clear the sums.
 
-Tiles that begin with the same block wait for each other there, and keep that distance: with 128
-tiles in a head that is a tenth of the time.  So in long sequences (SPEC.IS_ROTATED) each tile begins
-some blocks after its neighbour, and wraps at the end.  A block is then reached by some tiles before
-they wrap and by others after, in ascending order both times, and has a sum for each: a tile still
-waits only for lower numbers.
+Tiles that begin with the same block wait for each other there, and keep that distance.  So in long
+sequences (SPEC.IS_ROTATED) each tile begins some blocks after its neighbour, and wraps at the end.
+A block is then reached by some tiles before they wrap and by others after, in ascending order both
+times, and has a sum for each: a tile still waits only for lower numbers.
 """
 
 from flash_kernel._hopper.backward_copies import produce, reduce_dq

@@ -12,7 +12,7 @@ class BackwardSpec:
     BLOCK_N: int = 128  # key rows of a tile, 64 for each consumer
     DQ_BY_TMA: bool = True  # a warp adds dq by TMA; else the consumers do, from registers
     IS_ORDERED: bool = False  # dq is added in a fixed order; needs DQ_BY_TMA
-    IS_ROTATED: bool = False  # tiles begin at different blocks, and dq has two sums; needs IS_ORDERED
+    IS_ROTATED: bool = False  # ordered tiles begin at different blocks, and dq has two sums
     STATISTICS_FIRST: bool = False  # lse and delta start the accumulators of the scores
     IS_GROUPED: bool = False  # several query heads share a head of k and v
     HAS_LEFT: bool = False  # a window bounds the keys before a row's position

@@ -1,7 +1,8 @@
 """Host side of the Hopper backward: outputs, workspaces, arguments, three launches."""
 
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -22,13 +23,16 @@ from flash_kernel._hopper.backward_tiles import Problem
 from flash_kernel._hopper.compat import TensorDescriptor, gl
 from flash_kernel._hopper.config import LayoutRefusal
 from flash_kernel._hopper.launch import LOG2_E, OPTIONS, Launch, describe_tiles, num_sms
+from flash_kernel._triton.launch import NO_EXTRAS
 from flash_kernel._triton.prepared import (
     Describe,
     PreparedLaunch,
+    View,
+    as_it_is,
+    blank,
+    compile_together,
     descriptor_shape,
     is_aligned,
-    layout_key,
-    prepared,
 )
 from flash_kernel.gradients import Gradients
 from flash_kernel.variant import Variant
@@ -36,28 +40,55 @@ from flash_kernel.variant import Variant
 SMALL = {"num_warps": 4}  # of the kernels before and after
 
 
-class Launches(NamedTuple):
-    """The three launches of a backward, prepared under one key, and what they need to be given."""
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward of tensors of one layout, prepared: three launches; see the portable one."""
 
     start: PreparedLaunch
     main: PreparedLaunch
     end: PreparedLaunch
     copies_do: bool  # do has to be copied to where it is contiguous and aligned
-    floats: int  # of the row statistics
-    sums: tuple[int, int]  # the shape of the sums of dq
-    counters: int
+    statistics: Tensor  # what the launches leave for each other is like these: row statistics,
+    sums: Tensor  # sums of dq,
+    counters: Tensor  # and counters
 
-    def workspace(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Allocate what the launches leave for each other: row statistics, dq sums, counters.
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        do: Tensor,
+        dlse: Tensor | None,
+        extras: tuple[Tensor | None, ...] = NO_EXTRAS,
+    ) -> Gradients:
+        """Return ``dq``, ``dk`` and ``dv``; there are no extras.
 
         The caching allocator keeps memory to its stream, and to its graph while one is captured:
         so no two backwards that may overlap share a counter.
         """
-        return (
-            torch.empty(self.floats, device=device, dtype=torch.float32),
-            torch.empty(self.sums, device=device, dtype=torch.float32),
-            torch.empty(self.counters, device=device, dtype=torch.int32),
-        )
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        lse = lse.contiguous()
+        dlse = lse if dlse is None else dlse.contiguous()
+        if self.copies_do:
+            do = copied(do)
+        statistics, sums = torch.empty_like(self.statistics), torch.empty_like(self.sums)
+        counters = torch.empty_like(self.counters)
+        of_start = (o, do, lse, dlse, statistics, sums, counters)
+        of_main = (q, k, v, do, dk, dv, statistics, sums, sums, counters)
+        of_end = (dq, statistics, sums, counters)
+        if self.main.compiled is None:
+            compile_together((self.start, of_start), (self.main, of_main), (self.end, of_end))
+        self.start(*of_start)
+        self.main(*of_main)
+        self.end(*of_end)
+        return Gradients(dq, dk, dv)
+
+
+def no_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
+    """Return the gradients where there are no keys, or no rows."""
+    return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
 
 
 def launch_backward(
@@ -72,35 +103,15 @@ def launch_backward(
     *,
     is_deterministic: bool = True,
 ) -> Gradients:
-    """Return ``dq``, ``dk`` and ``dv``, laid out like ``q``, ``k`` and ``v``.
+    """Return ``dq``, ``dk`` and ``dv`` of `prepare_backward`, prepared for this once.
 
-    Shapes are ``q [B, H, M, D]`` and ``k, v [B, H_kv, N, D]``.
-
-    ``o`` and ``lse`` are what a forward returned; ``do`` and ``dlse [B, H, M]`` (None for zero) are
-    the gradients of the loss with respect to them.
-
-    Raises:
-        LayoutRefusal: TMA cannot read q, k or v as they lie in memory.
-        BuildFailure: The kernel does not compile here.
+    ``dlse [B, H, M]`` is the gradient of the loss with respect to lse, None for zero.
     """
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    if q.numel() == 0 or k.numel() == 0:
-        return Gradients(dq.zero_(), dk.zero_(), dv.zero_())
-    lse = lse.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
-    key = (layout_key(q, k, v, o, lse, do, dlse), variant, is_deterministic, "hopper backward")
-    prepare_it = partial(
-        prepare_backward, q, k, v, o, do, dq, variant,
-        has_dlse=dlse is not None, is_deterministic=is_deterministic,
-    )  # fmt: skip
-    launches = prepared(key, prepare_it)
-    if launches.copies_do:
-        do = copied(do)
-    statistics, sums, counters = launches.workspace(q.device)
-    launches.start(o, do, lse, lse if dlse is None else dlse, statistics, sums, counters)
-    launches.main(q, k, v, do, dk, dv, statistics, sums, sums, counters)
-    launches.end(dq, statistics, sums, counters)
-    return Gradients(dq, dk, dv)
+    has_dlse = dlse is not None
+    backward = prepare_backward(
+        q, k, v, o, do, variant, has_dlse=has_dlse, is_deterministic=is_deterministic
+    )
+    return backward(q, k, v, o, lse, do, dlse)
 
 
 def copied(do: Tensor) -> Tensor:
@@ -109,10 +120,29 @@ def copied(do: Tensor) -> Tensor:
 
 
 def prepare_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, dq: Tensor, variant: Variant,
-    *, has_dlse: bool, is_deterministic: bool,
-) -> Launches:  # fmt: skip
-    """Prepare the three launches for tensors of one layout."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    do: Tensor,
+    variant: Variant,
+    *,
+    has_dlse: bool,
+    is_deterministic: bool = True,
+    view: View = as_it_is,
+) -> Callable[..., Gradients]:
+    """Prepare a `Backward` of ``q [B, H, M, D]`` and ``k, v [B, H_kv, N, D]``.
+
+    ``view`` shows the tensors so.
+
+    Raises:
+        LayoutRefusal: TMA cannot read q, k or v as they lie in memory.
+        BuildFailure: The kernel does not compile here; at the first launch.
+    """
+    if q.numel() == 0 or k.numel() == 0:
+        return no_gradients
+    dq = view(torch.empty_like(q))
+    q, k, v, o, do = map(view, (q, k, v, o, do))
     for name, x in (("q", q), ("k", k), ("v", v)):  # dk and dv follow k and v
         if not is_aligned(x):
             msg = (
@@ -128,14 +158,14 @@ def prepare_backward(
     blocks = batch * num_heads * triton.cdiv(seqlen_q, spec.BLOCK_M)
     rows = blocks * spec.BLOCK_M
     do = copied(do) if copies_do else do
-    return Launches(
+    return Backward(
         prepare_start(o, do, variant.scale, spec, has_dlse=has_dlse),
-        prepare_main(q, k, variant, spec),
+        prepare_main(q, k, variant, spec, view),
         prepare_end(dq, variant.scale, spec),
         copies_do,
-        floats=2 * rows,
-        sums=(spec.SUMS * rows * spec.BLOCK_D // 256, 256),
-        counters=1 + spec.SUMS * blocks,
+        statistics=blank([2 * rows], torch.float32, q.device),
+        sums=blank([spec.SUMS * rows * spec.BLOCK_D // 256, 256], torch.float32, q.device),
+        counters=blank([1 + spec.SUMS * blocks], torch.int32, q.device),
     )
 
 
@@ -188,13 +218,15 @@ def prepare_end(dq: Tensor, scale: float, spec: BackwardSpec) -> PreparedLaunch:
     )
 
 
-def prepare_main(q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec) -> PreparedLaunch:
+def prepare_main(
+    q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec, view: View
+) -> PreparedLaunch:
     """Prepare the backward: as many CTAs as the GPU runs at a time, which take tiles in turn."""
     problem = problem_of(q, k, variant, spec)
     return Launch(
         flash_attention_backward_kernel,
         (min(problem.num_tiles, num_sms(q.device)), 1),
-        (*describers(q.dtype, spec), None, None),
+        (*describers(q.dtype, spec, view), None, None),
         (*problem, variant.scale, variant.scale * LOG2_E, spec),
         OPTIONS,
     )
@@ -227,10 +259,12 @@ def problem_of(q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec) -> Pr
     )
 
 
-def describers(dtype: torch.dtype, spec: BackwardSpec) -> tuple[Describe, ...]:
+def describers(
+    dtype: torch.dtype, spec: BackwardSpec, view: View = as_it_is
+) -> tuple[Describe, ...]:
     """Return what makes the descriptors of q, k, v, do, dk, dv, the statistics and the sums."""
     queries, keys = (
-        describe_tiles([1, 1, rows, spec.BLOCK_D], dtype) for rows in (spec.BLOCK_M, 64)
+        describe_tiles([1, 1, rows, spec.BLOCK_D], dtype, view) for rows in (spec.BLOCK_M, 64)
     )
     statistics, sums = describe_floats([2 * spec.BLOCK_M]), describe_floats([16, 256])
     return queries, keys, keys, queries, keys, keys, statistics, sums

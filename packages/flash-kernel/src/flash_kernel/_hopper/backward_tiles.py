@@ -71,7 +71,7 @@ def tile_of(number, x, SPEC: gl.constexpr):
 
 @gluon.jit
 def block_range(tile_k, x, SPEC: gl.constexpr):
-    """Query blocks that see a key tile: ``first, split, last``; those below ``split`` need masks."""
+    """Query blocks that see a tile: ``first, split, last``; those below ``split`` need masks."""
     col = tile_k * SPEC.BLOCK_N
     start, full_start, _, end = query_range(col, x, SPEC)
     first = start // SPEC.BLOCK_M

@@ -1,8 +1,9 @@
 """Host side of the forward: outputs, workspace, specification, launch."""
 
 import math
-from collections.abc import Hashable
-from functools import cache, partial
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +20,16 @@ from flash_kernel._hopper.config import (
     forward_config,
 )
 from flash_kernel._hopper.forward import flash_attention_hopper_forward_kernel
-from flash_kernel._triton.launch import redo_forward
+from flash_kernel._triton.launch import NO_EXTRAS, redo_launch
 from flash_kernel._triton.prepared import (
     Describe,
     PreparedLaunch,
+    View,
+    as_it_is,
+    blank,
+    compile_together,
     descriptor_shape,
     is_aligned,
-    layout_key,
-    prepared,
 )
 from flash_kernel.variant import Variant
 
@@ -75,6 +78,36 @@ class Launch(PreparedLaunch):
         raise BuildFailure(_failures[what])
 
 
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The forward of inputs of one layout, prepared; see the portable one.
+
+    The second launch does again what the first has marked: on the same stream, or in the same
+    graph, it needs no other order.
+    """
+
+    launch: PreparedLaunch
+    redo: PreparedLaunch
+    lse: Tensor  # what lse is like
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...] = NO_EXTRAS
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``o`` and ``lse``; there are no extras."""
+        o, lse = torch.empty_like(q), torch.empty_like(self.lse)
+        of_launch, of_redo = (q, k, v, o, lse, workspace(q.device)), (q, k, v, o, lse, *extras)
+        if self.launch.compiled is None:
+            compile_together((self.launch, of_launch), (self.redo, of_redo))
+        self.launch(*of_launch)
+        self.redo(*of_redo)
+        return o, lse
+
+
+def nothing_seen(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return ``o`` and ``lse`` where there are no keys, or no rows."""
+    return torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
+
+
 def launch_forward(
     q: Tensor,
     k: Tensor,
@@ -83,32 +116,45 @@ def launch_forward(
     *,
     config: ForwardConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``o`` and ``lse`` of ``q [B, H, M, D]`` and ``k, v [B, H_kv, N, D]``.
-
-    A second launch does again what the first has marked: on the same stream, or in the same graph,
-    it needs no other order.  ``config`` overrides the table's.
-
-    Raises:
-        LayoutRefusal: Rows are not contiguous, or addresses or strides not multiples of 16 bytes.
-        BuildFailure: The kernel does not compile here.
-    """
-    o = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    if lse.numel() == 0:
-        return o, lse
-    if k.shape[2] == 0:
-        return o.zero_(), lse.fill_(-math.inf)
-    key = ("hopper forward", layout_key(q, k, v), variant, config)
-    launch = prepared(key, partial(prepare_forward, q, k, v, o, variant, config))
-    launch(q, k, v, o, lse, workspace(q.device))
-    redo_forward(q, k, v, o, lse, variant)
-    return o, lse
+    """Return ``o`` and ``lse`` of `prepare_forward`, prepared for this once."""
+    return prepare_forward(q, k, v, variant, config=config)(q, k, v)
 
 
 def prepare_forward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, variant: Variant, config: ForwardConfig | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: Variant,
+    *,
+    view: View = as_it_is,
+    config: ForwardConfig | None = None,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Prepare a `Forward` of ``q [B, H, M, D]`` and ``k, v [B, H_kv, N, D]``.
+
+    ``view`` shows the tensors so.  ``config`` overrides the table's.
+
+    Raises:
+        LayoutRefusal: Rows are not contiguous, or addresses or strides not multiples of 16 bytes.
+        BuildFailure: The kernel does not compile here; at the first launch.
+    """
+    if q.numel() == 0 or k.shape[-2] == 0:
+        return nothing_seen
+    lse = blank(q.shape[:-1], torch.float32, q.device)
+    q, k, v, o = map(view, (q, k, v, torch.empty_like(q)))
+    launch = forward_launch(q, k, v, o, variant, config, view)
+    return Forward(launch, redo_launch(q, k, v, o, variant, view), lse)
+
+
+def forward_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    variant: Variant,
+    config: ForwardConfig | None,
+    view: View,
 ) -> PreparedLaunch:
-    """Prepare o and lse: one CTA for each SM, or for each tile if there are fewer."""
+    """Prepare the launch of o and lse: one CTA for each SM, or for each tile if there are fewer."""
     for name, x in {"q": q, "k": k, "v": v, "o": o}.items():
         if not is_aligned(x):
             msg = (
@@ -131,7 +177,7 @@ def prepare_forward(
         variant.scale * LOG2_E,
     )
     rows, keys = (
-        describe_tiles([1, 1, size, sizes.head_dim], q.dtype)
+        describe_tiles([1, 1, size, sizes.head_dim], q.dtype, view)
         for size in (WARPGROUP_ROWS, config.block_n)
     )
     return Launch(
@@ -191,14 +237,10 @@ def key_bytes(sizes: Sizes) -> int:
     return 2 * 2 * sizes.batch * sizes.num_heads_k * sizes.seqlen_k * sizes.head_dim
 
 
-def describe_tiles(block: list[int], dtype: torch.dtype) -> Describe:
+def describe_tiles(block: list[int], dtype: torch.dtype, view: View = as_it_is) -> Describe:
     """Return what makes a descriptor by blocks of that shape, laid out as wgmma reads them."""
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
-
-    def describe(x: Tensor) -> Any:
-        return TensorDescriptor(x, *descriptor_shape(x), block, layout)
-
-    return describe
+    return lambda x: TensorDescriptor(view(x), *descriptor_shape(view(x)), block, layout)
 
 
 _workspaces: dict[tuple[int, int], Tensor] = {}

@@ -29,7 +29,7 @@ from flash_kernel._triton.primitives import (
     scores_of,
     visible_keys,
 )
-from flash_kernel._triton.row_statistics import load_row_statistics
+from flash_kernel._triton.row_statistics import load_row_statistics, statistics_of
 from flash_kernel._triton.tiles import (
     add_weighted_rows,
     load_rows,
@@ -102,7 +102,7 @@ def accumulate_dk_dv(
         row = tl.multiple_of(row, BLOCK_M)
         rows = (row + tl.arange(0, BLOCK_M))[None, :]
         q_i = load_rows(q, row, BLOCK_M, WIDTHS, SPEC)
-        lse, delta = load_row_statistics(statistics_ptr, row, padded_q, x.seqlen_q, SPEC)
+        lse, delta = load_row_statistics(statistics_ptr, row, padded_q, SPEC)
         s_t = row_products(k_j, q_i, SPEC)
         p_t, capped = rebuild_p(
             s_t, lse[None, :], rows, cols, x, MASKED, q_i[0].dtype == tl.float32, SPEC
@@ -163,7 +163,9 @@ def accumulate_head(
     )  # fmt: skip
     q = rows_of(queries.q, queries.q_strides, batch, head, q_start, seqlen_q, HEAD_DIM, SPEC)
     do = rows_of(queries.do, queries.do_strides, batch, head, q_start, seqlen_q, HEAD_DIM_V, SPEC)
-    statistics_ptr = queries.statistics + batch_head * 2 * padded_q + q_start
+    statistics_ptr = statistics_of(
+        queries.statistics, batch_head, padded_q, queries.sequence, q_start, SPEC
+    )
     x = scores_of(
         seqlen_q, queries.seqlen_k, queries.scale, queries.scale_log2, queries.left, queries.right,
         queries.softcap, queries.slopes, queries.bias, queries.mask, queries.slope_strides,
@@ -341,9 +343,8 @@ def flash_attention_dq_kernel(
 
     q_i = load_rows(q_rows, row, BLOCK_M, WIDTHS, SPEC)
     do_i = load_rows(do_rows, row, BLOCK_M, WIDTHS_V, SPEC)
-    lse, delta = load_row_statistics(
-        statistics_ptr + batch_head * 2 * padded_q + q_start, row, padded_q, seqlen_q, SPEC
-    )
+    statistics_ptr = statistics_of(statistics_ptr, batch_head, padded_q, sequence, q_start, SPEC)
+    lse, delta = load_row_statistics(statistics_ptr, row, padded_q, SPEC)
     dq_i = zero_rows(BLOCK_M, WIDTHS)
     start, full_start, full_end, end = key_range(row, row + BLOCK_M - 1, x, SPEC)
     if SPEC.HAS_LEFT:

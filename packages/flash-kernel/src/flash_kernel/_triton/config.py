@@ -83,13 +83,18 @@ def _configs(
 
 # query rows of a tile of the row statistics, the small kernel before the backward
 STATISTICS_BLOCK_M = 32
+# rows that the statistics of a sequence are padded to: the largest BLOCK_M, so that the backward
+# reads them in whole tiles
+STATISTICS_PADDING = 128
 
 # (BLOCK_M, BLOCK_N, warps, stages[, registers]) of the forward, dk/dv and dq kernels, by generation
-# and BLOCK_D.
+# and the columns of a tile: of its pieces together where there is such an entry, else BLOCK_D.
 HALF_PRECISION = {
     # up to 227 KiB of shared memory; the best of the sweep in docs/tuning-log.md, on an H200
     "hopper": {
         64: _configs((128, 64, 8, 3, 128), (64, 64, 4, 3), (128, 64, 8, 3, 128)),
+        # a third program fits the multiprocessor; more registers only the second, exact pass takes
+        80: _configs((64, 64, 4, 3, 168), (64, 64, 4, 2), (128, 64, 8, 3)),
         128: _configs((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3)),
         256: _configs((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 3)),
     },
@@ -140,6 +145,8 @@ COMBINE_ELEMENTS = 4096  # of a tile of the kernel that joins the splits
 # rows that a descriptor of packed sequences pretends to have; see `prepared.describe_packed_blocks`
 PACKED_ROWS = 1 << 30
 
+ALIGNMENT = 16  # bytes: what the copy engine asks of an address and of every stride but the last
+
 MAX_TILES = 65535  # programs along the second axis of a grid, that of the tiles
 
 
@@ -149,6 +156,17 @@ def compute_capability(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def float32_precision(dtype: torch.dtype) -> str:
+    """Return "tf32" where torch's own float32 products on CUDA would use it, else "ieee".
+
+    ``torch.backends.cuda.matmul.fp32_precision`` reflects the older switches, ``allow_tf32`` and
+    ``torch.set_float32_matmul_precision``, as well.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def generation(capability: int) -> str:
@@ -175,11 +193,23 @@ def piece_widths(head_dim: int) -> tuple[int, ...]:
     return (first, second) if padded > 64 and second < first else (padded,)
 
 
+def takes_pieces(head_dim: int, *, is_forward: bool) -> bool:
+    """Say whether to read rows in pieces, by pointers, also where a descriptor could pad them.
+
+    A descriptor has one block shape, and so no pieces, but takes a third fewer instructions a tile.
+    In a forward, whose product of two pieces waits between them, 64 + 32 columns gain less than
+    that; see docs/tuning-log.md.
+    """
+    widths = piece_widths(head_dim)
+    return len(widths) > 1 and not (is_forward and widths == (64, 32))
+
+
 def configs_for(head_dim: int, dtype: torch.dtype, capability: int) -> KernelConfigs | None:
     """Return the configurations of a head dim; None if it is larger than the table knows."""
     table = FLOAT32 if dtype == torch.float32 else HALF_PRECISION
     of_device = table[generation(capability)]
-    return of_device.get(max(64, padded_head_dim(head_dim)))
+    padded = of_device.get(max(64, padded_head_dim(head_dim)))
+    return of_device.get(sum(piece_widths(head_dim)), padded)
 
 
 def decode_config(

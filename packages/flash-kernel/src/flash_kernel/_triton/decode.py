@@ -1,6 +1,6 @@
 """Attention over a key-value cache: few queries, many keys, and memory traffic is all that counts.
 
-    grid = (batch * num_heads_k, cdiv(group * seqlen_q, BLOCK_M) * num_splits)
+    grid = (batch * num_heads_k * cdiv(group * seqlen_q, BLOCK_M) * num_splits,)
 
 The query heads that share a head of k and v are the rows of one tile, so that the cache is read
 once.  One sequence alone would keep few programs busy: its keys are split, each program writes what
@@ -48,7 +48,7 @@ def flash_attention_append_kernel(
     v_cache_strides, num_heads_k, num_new, capacity, max_pages, SPEC: tl.constexpr,
     CACHE_SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Copy new keys and values behind the cached ones; grid ``(batch * heads, tiles)``.
+    """Copy new keys and values behind the cached ones; grid ``(batch * heads * tiles,)``.
 
     What lies beyond the capacity is dropped.
     """
@@ -57,9 +57,10 @@ def flash_attention_append_kernel(
     WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    batch = tl.program_id(0) // num_heads_k
-    head = tl.program_id(0) % num_heads_k
-    row = tl.program_id(1) * BLOCK_N
+    num_tiles = tl.cdiv(num_new, BLOCK_N)
+    batch = tl.program_id(0) // num_tiles // num_heads_k
+    head = tl.program_id(0) // num_tiles % num_heads_k
+    row = tl.program_id(0) % num_tiles * BLOCK_N
     seqlen = tl.load(seqlens_ptr + batch).to(tl.int32)
     end = tl.minimum(seqlen + num_new, capacity)
 
@@ -106,10 +107,13 @@ def flash_attention_decode_kernel(
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    batch = tl.program_id(0) // num_heads_k
-    head_k = tl.program_id(0) % num_heads_k
-    split = tl.program_id(1) % num_splits
-    packed = tl.program_id(1) // num_splits * BLOCK_M + tl.arange(0, BLOCK_M)
+    num_parts = tl.cdiv(group * seqlen_q, BLOCK_M) * num_splits  # of one head's work
+    batch = tl.program_id(0) // num_parts // num_heads_k
+    head_k = tl.program_id(0) // num_parts % num_heads_k
+    part = tl.program_id(0) % num_parts
+    split = part % num_splits
+    first_packed = part // num_splits * BLOCK_M
+    packed = first_packed + tl.arange(0, BLOCK_M)
     rows = packed // group  # the queries of a tile, each once for each head of the group
     heads = head_k * group + packed % group
     is_row = rows < seqlen_q
@@ -117,9 +121,8 @@ def flash_attention_decode_kernel(
 
     # [splits, B, H, M]
     num_heads = num_heads_k * group
-    lse_rows = (
-        split.to(tl.int64) * (tl.num_programs(0) // num_heads_k) + batch
-    ) * num_heads + heads
+    num_batches = tl.num_programs(0) // num_parts // num_heads_k
+    lse_rows = (split.to(tl.int64) * num_batches + batch) * num_heads + heads
     lse_rows = lse_rows * seqlen_q + rows
     slope = softcap
     if SPEC.HAS_ALIBI:
@@ -130,9 +133,8 @@ def flash_attention_decode_kernel(
         0, 0,
     )  # fmt: skip
 
-    first_row = tl.program_id(1) // num_splits * BLOCK_M // group
-    last_row = (tl.program_id(1) // num_splits * BLOCK_M + BLOCK_M - 1) // group
-    last_row = tl.minimum(last_row, seqlen_q - 1)
+    first_row = first_packed // group
+    last_row = tl.minimum((first_packed + BLOCK_M - 1) // group, seqlen_q - 1)
     start, full_start, full_end, end = key_range(first_row, last_row, x, SPEC)
     start, end = split_range(start, end, split, num_splits, smallest, SPEC)
     if (start >= end) & (num_splits > 1):

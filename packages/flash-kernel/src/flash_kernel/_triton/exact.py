@@ -15,8 +15,8 @@ from flash_kernel._triton.primitives import INF, load_bias, visible_keys
 def is_finite(tile):
     """Whether no entry of a tile is NaN or infinite."""
     finite = tl.min((tl.abs(tile[0]) < INF).to(tl.int32))
-    if len(tile) == 2:
-        finite = tl.minimum(finite, tl.min((tl.abs(tile[1]) < INF).to(tl.int32)))
+    for i in tl.static_range(1, len(tile)):
+        finite = tl.minimum(finite, tl.min((tl.abs(tile[i]) < INF).to(tl.int32)))
     return finite == 1
 
 
@@ -30,11 +30,10 @@ def add_visible_row(acc, weights, b, index, sees):
     is_row = tl.arange(0, b[0].shape[0]) == index
     rounded = weights.to(b[0].dtype)
     weight = tl.sum(tl.where(is_row[None, :], rounded, 0.0).to(tl.float32), axis=1)[:, None]
-    first = acc[0] + weighted_row(weight, b[0], is_row, sees)
-    if len(acc) == 1:
-        return (first,)
-    else:  # noqa: RET505 - to the compiler, what follows a return is still there
-        return (first, acc[1] + weighted_row(weight, b[1], is_row, sees))
+    total = ()
+    for i in tl.static_range(len(acc)):
+        total += (acc[i] + weighted_row(weight, b[i], is_row, sees),)
+    return total
 
 
 @triton.jit

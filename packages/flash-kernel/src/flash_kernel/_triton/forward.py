@@ -113,9 +113,9 @@ def attend_range(q_i, k, v, rows, start, full_start, full_end, end, x, SPEC: tl.
 def fold_sink(m_i, l_i, acc, sink, scale_log2):
     """Add one more key, whose score is ``sink`` and whose value is 0, to the running softmax."""
     m_new = tl.maximum(m_i, sink * LOG2_E / scale_log2)
-    origin = tl.where(m_new == -INF, 0.0, m_new)
-    alpha = tl.math.exp2((m_i - origin) * scale_log2)
-    l_new = alpha * l_i + tl.math.exp2(sink * LOG2_E - origin * scale_log2)
+    pivot = tl.where(m_new == -INF, 0.0, m_new)
+    alpha = tl.math.exp2((m_i - pivot) * scale_log2)
+    l_new = alpha * l_i + tl.math.exp2(sink * LOG2_E - pivot * scale_log2)
     return m_new, l_new, scale_rows(acc, alpha[:, None])
 
 

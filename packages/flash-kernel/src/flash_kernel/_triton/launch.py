@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,9 @@ from flash_kernel._triton.config import (
     KernelSpec,
     compute_capability,
     configs_for,
+    float32_precision,
     padded_head_dim,
-    piece_widths,
+    takes_pieces,
 )
 from flash_kernel._triton.forward import (
     REDO_TILES,
@@ -26,12 +27,13 @@ from flash_kernel._triton.forward import (
 from flash_kernel._triton.prepared import (
     Describe,
     PreparedLaunch,
+    View,
+    as_it_is,
+    blank,
     describe_blocks,
     describe_packed_blocks,
     is_aligned,
     is_interpreted,
-    layout_key,
-    prepared,
 )
 from flash_kernel.variant import PLAIN, Modifiers, Packing, Variant
 
@@ -45,6 +47,7 @@ SHORT_ROWS = 256
 REDO_BLOCK_M = 64
 REDO_PROGRAMS = 512  # enough for every SM, where there are so many tiles
 ABSENT = (0, 0, 0, 0)  # strides of a modifier that is not there
+NO_EXTRAS = (*PLAIN, None, None)  # neither modifiers nor packed sequences
 
 
 class Options(NamedTuple):
@@ -55,7 +58,31 @@ class Options(NamedTuple):
     configs: KernelConfigs | None  # None: the table's
     use_descriptors: bool | None  # None: if the device and the tensors' alignment allow it
     num_sequences: int | None = None  # of packed tensors; None where they are not packed
+    view: View = as_it_is  # of what is handed to the launch; it is prepared with what this shows
     redoes: bool = False  # only the tiles that another forward has marked
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forward:
+    """The forward of inputs of one layout, prepared.
+
+    The inputs may have any shape of which `prepare_forward` was given a view: a launch looks at
+    their addresses alone.
+    """
+
+    launches: tuple[PreparedLaunch, ...]  # none where there are no outputs
+    o: Tensor | None  # what o is like; None: like q
+    lse: Tensor
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...] = NO_EXTRAS
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``o`` and ``lse``; extras are slopes, bias, mask, sinks, and two cu_seqlens."""
+        o = torch.empty_like(q if self.o is None else self.o)
+        lse = torch.empty_like(self.lse)
+        for launch in self.launches:
+            launch(q, k, v, o, lse, *extras)
+        return o, lse
 
 
 def launch_forward(
@@ -69,32 +96,45 @@ def launch_forward(
     configs: KernelConfigs | None = None,
     use_descriptors: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``o`` and ``lse`` of ``q [B, H, M, D]``, ``k [B, H_kv, N, D]``, ``v [.., N, D_v]``.
-
-    ``modifiers`` are those of `as_pairs`.  Where ``packing`` is given, the tensors have batch 1 and
-    hold sequences one after the other, and slopes are ``[sequences, H]``.  ``configs`` and
-    ``use_descriptors`` override what the device and the tensors' alignment suggest; every choice
-    gives the same values up to rounding.
-    """
-    o = empty_like_q(q, v.shape[-1], rows_first=packing is not None)
-    lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    if lse.numel() == 0:
-        return o, lse
+    """Return ``o`` and ``lse`` of `prepare_forward`, prepared for this once."""
     num_sequences, ends = sequence_ends(packing)
-    options = Options(variant, float32_precision(q.dtype), configs, use_descriptors, num_sequences)
-    key = ("forward", layout_key(q, k, v, *modifiers, *ends), options)
-    launch = prepared(key, partial(prepare_forward, q, k, v, o, modifiers, options))
-    launch(q, k, v, o, lse, *(lse if x is None else x for x in (*modifiers, *ends)))
-    return o, lse
+    forward = prepare_forward(
+        q, k, v, variant, modifiers, num_sequences, configs=configs, use_descriptors=use_descriptors
+    )
+    return forward(q, k, v, (*modifiers, *ends))
 
 
-def redo_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, variant: Variant) -> None:
-    """Compute anew, in ``o`` and ``lse``, the tiles of rows in which some row's lse is NaN."""
-    options = Options(variant, float32_precision(q.dtype), None, None, redoes=True)
-    key = ("forward", layout_key(q, k, v, o), options)
-    launch = prepared(key, partial(prepare_forward, q, k, v, o, PLAIN, options))
-    _, ends = sequence_ends(None)
-    launch(q, k, v, o, lse, *[lse] * len((*PLAIN, *ends)))
+def prepare_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: Variant,
+    modifiers: Modifiers = PLAIN,
+    num_sequences: int | None = None,
+    *,
+    view: View = as_it_is,
+    lse_shape: Sequence[int] | None = None,
+    configs: KernelConfigs | None = None,
+    use_descriptors: bool | None = None,
+) -> Forward:
+    """Prepare ``o`` and ``lse`` of ``q [B, H, M, D]``, ``k [B, H_kv, N, D]``, ``v [.., N, D_v]``.
+
+    ``view`` shows the tensors so; lse has the shape of q without D if none is given.  ``modifiers``
+    are those of `as_pairs`.  Where sequences are packed, the tensors have batch 1 and hold them one
+    after the other, and slopes are ``[sequences, H]``.  ``configs`` and ``use_descriptors``
+    override what the device and the tensors' alignment suggest; every choice gives the same values
+    up to rounding.
+    """
+    shape = (*q.shape[:-1], v.shape[-1])
+    o_like = None if shape == q.shape else blank(shape, q.dtype, q.device)
+    o = torch.empty_like(q if o_like is None else o_like)
+    lse = blank(lse_shape or q.shape[:-1], torch.float32, q.device)
+    if lse.numel() == 0:
+        return Forward((), o_like, lse)
+    precision = float32_precision(q.dtype)
+    options = Options(variant, precision, configs, use_descriptors, num_sequences, view)
+    launch = forward_launch(view(q), view(k), view(v), view(o), modifiers, options)
+    return Forward((launch,), o_like, lse)
 
 
 def sequence_ends(packing: Packing | None) -> tuple[int | None, tuple[Tensor | None, ...]]:
@@ -114,23 +154,18 @@ def tile_grid(
     return num_rows // block + num_sequences, num_heads
 
 
-def empty_like_q(q: Tensor, head_dim_v: int, *, rows_first: bool = False) -> Tensor:
-    """Return an output ``[B, H, M, D_v]``, laid out like ``q`` where it is as wide.
-
-    Elsewhere it is contiguous, or, with the rows first, as ``[B, M, H, D_v]``.
-    """
-    if head_dim_v == q.shape[-1]:
-        return torch.empty_like(q)
-    if rows_first:
-        shape = (q.shape[0], q.shape[2], q.shape[1], head_dim_v)
-        return torch.empty(shape, device=q.device, dtype=q.dtype).transpose(1, 2)
-    return torch.empty((*q.shape[:3], head_dim_v), device=q.device, dtype=q.dtype)
+def redo_launch(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, variant: Variant, view: View = as_it_is
+) -> PreparedLaunch:
+    """Prepare to compute anew, in o and lse, the tiles of rows in which some row's lse is NaN."""
+    options = Options(variant, float32_precision(q.dtype), None, None, view=view, redoes=True)
+    return forward_launch(q, k, v, o, PLAIN, options)
 
 
-def prepare_forward(
+def forward_launch(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, modifiers: Modifiers, options: Options
 ) -> PreparedLaunch:
-    """Prepare o and lse: one program per head and query tile."""
+    """Prepare the launch of o and lse: one program per head and query tile."""
     config = (options.configs or default_configs(q, v)).forward
     if options.redoes:
         config = redo_config(config)
@@ -156,7 +191,7 @@ def prepare_forward(
         (*scalars, scale, LOG2_E if prescaled else scale * LOG2_E, *window_scalars(options)),
         config,
         dataclasses.replace(spec, PRESCALED=prescaled),
-        options.use_descriptors,
+        options,
     )
 
 
@@ -180,16 +215,18 @@ def prepare(
     scalars: tuple[Any, ...],
     config: BlockConfig,
     spec: KernelSpec,
-    use_descriptors: bool | None,
+    options: Options,
 ) -> PreparedLaunch:
     """Prepare a kernel whose arguments are tiled tensors, buffers, strides, scalars and SPEC.
 
     ``tiled`` holds the tensors that are read or written by tiles of rows; ``num_buffers`` counts
     the tensors that follow, which are always passed as pointers.
     """
+    use_descriptors = options.use_descriptors
     if use_descriptors is None:
         # packed, how many rows there are says nothing of how many a sequence has
-        use_descriptors = can_use_descriptors(*tiled.values(), takes_short=spec.IS_PACKED)
+        takes = {"takes_short": spec.IS_PACKED, "is_forward": "do" not in tiled}
+        use_descriptors = can_use_descriptors(*tiled.values(), **takes)
     spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors, IN_PIECES=not use_descriptors)
     describers: list[Describe | None] = [None] * (len(tiled) + num_buffers)
     describe = describe_packed_blocks if spec.IS_PACKED else describe_blocks
@@ -198,7 +235,7 @@ def prepare(
         for index, name in enumerate(tiled):
             rows = spec.BLOCK_N if name in KEY_TENSORS else spec.BLOCK_M
             width = spec.BLOCK_DV if name in VALUE_TENSORS else spec.BLOCK_D
-            describers[index] = describe([*leading, rows, width])
+            describers[index] = describe([*leading, rows, width], options.view)
     strides = [tensor.stride() for tensor in tiled.values()]
     if modifiers is not None:
         strides += [ABSENT if x is None else x.stride() for x in modifiers[:3]]
@@ -238,17 +275,6 @@ def kernel_spec(
     )
 
 
-def float32_precision(dtype: torch.dtype) -> str:
-    """Return "tf32" where torch's own float32 products on CUDA would use it, else "ieee".
-
-    ``torch.backends.cuda.matmul.fp32_precision`` reflects the older switches, ``allow_tf32`` and
-    ``torch.set_float32_matmul_precision``, as well.
-    """
-    if dtype != torch.float32:
-        return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
 def default_configs(q: Tensor, v: Tensor) -> KernelConfigs:
     """Return the table's configurations for the device, dtype and wider head dim."""
     head_dim = max(q.shape[-1], v.shape[-1])
@@ -259,13 +285,14 @@ def default_configs(q: Tensor, v: Tensor) -> KernelConfigs:
     return configs
 
 
-def can_use_descriptors(*tensors: Tensor, takes_short: bool = False) -> bool:
+def can_use_descriptors(
+    *tensors: Tensor, takes_short: bool = False, is_forward: bool = False
+) -> bool:
     """Say whether to read every tensor ``[B, H, rows, D]`` through a TMA descriptor."""
     if not is_interpreted():
         is_short = all(tensor.shape[2] <= SHORT_ROWS for tensor in tensors)
         if (is_short and not takes_short) or compute_capability(tensors[0].device) < 90:
             return False
-    # a descriptor has one block shape, and so no pieces
-    if any(len(piece_widths(tensor.shape[-1])) > 1 for tensor in tensors):
+    if any(takes_pieces(tensor.shape[-1], is_forward=is_forward) for tensor in tensors):
         return False
     return all(is_aligned(tensor) for tensor in tensors)

@@ -1,7 +1,6 @@
 """Host side of the cache kernels: append, decode, combine."""
 
 import dataclasses
-from functools import partial
 
 import torch
 import triton
@@ -15,6 +14,7 @@ from flash_kernel._triton.config import (
     BlockConfig,
     compute_capability,
     decode_config,
+    float32_precision,
 )
 from flash_kernel._triton.decode import (
     flash_attention_append_kernel,
@@ -26,32 +26,13 @@ from flash_kernel._triton.launch import (
     LOG2_E,
     SMALLEST_FACTOR,
     Options,
-    empty_like_q,
-    float32_precision,
     kernel_spec,
     window_scalars,
 )
-from flash_kernel._triton.prepared import PreparedLaunch, layout_key, prepared
+from flash_kernel._triton.prepared import PreparedLaunch, blank
 from flash_kernel.variant import PLAIN, Modifiers, Variant
 
 APPEND_BLOCK_N = 16
-
-
-def launch_append(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    seqlens: Tensor,
-    block_table: Tensor | None,
-) -> None:
-    """Write ``k, v [B, H_kv, M_new, D]`` behind the ``seqlens [B]`` keys of each sequence."""
-    if k.numel() == 0:
-        return
-    tensors = (k, v, k_cache, v_cache, seqlens)
-    key = ("append", layout_key(*tensors, block_table))
-    launch = prepared(key, partial(prepare_append, *tensors, block_table))
-    launch(*tensors, seqlens if block_table is None else block_table)
 
 
 def prepare_append(
@@ -62,13 +43,16 @@ def prepare_append(
     seqlens: Tensor,
     block_table: Tensor | None,
 ) -> PreparedLaunch:
-    """Prepare the copies: one program per head and tile of new rows."""
+    """Prepare to write ``k, v [B, H_kv, M_new, D]`` behind the ``seqlens [B]`` cached keys.
+
+    One program copies a tile of new rows of one head.
+    """
     batch, num_heads_k, num_new, _ = k.shape
     config = BlockConfig(block_n=APPEND_BLOCK_N)
     spec = kernel_spec(k, v, config, PLAIN, Options(Variant(1.0), "ieee", None, False))
     return PreparedLaunch(
         flash_attention_append_kernel,
-        (batch * num_heads_k, triton.cdiv(num_new, config.block_n)),
+        (batch * num_heads_k * triton.cdiv(num_new, config.block_n), 1),
         [None] * 6,
         (
             *(x.stride() for x in (k, v, k_cache, v_cache)),
@@ -82,11 +66,45 @@ def prepare_append(
     )
 
 
-def launch_decode(
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decode:
+    """Attention over caches of one layout, prepared."""
+
+    decode: PreparedLaunch | None  # None where there are no outputs
+    combine: PreparedLaunch | None  # None where the keys are not split
+    o: Tensor | None  # what o is like; None: like q
+    lse: Tensor
+    parts: Tensor  # what o and lse of the splits are like
+    lses: Tensor
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        seqlens: Tensor,
+        block_table: Tensor | None,
+        slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``o [B, H, M, D_v]`` and ``lse [B, H, M]``; slopes are float32 ``[B, H]``."""
+        o = torch.empty_like(q if self.o is None else self.o)
+        lse = torch.empty_like(self.lse)
+        if self.decode is None:
+            return o, lse
+        parts, lses = o, lse
+        if self.combine is not None:
+            parts, lses = torch.empty_like(self.parts), torch.empty_like(self.lses)
+        self.decode(q, k_cache, v_cache, parts, lses, seqlens, block_table, slopes, sinks)
+        if self.combine is not None:
+            self.combine(parts, lses, o, lse, sinks)
+        return o, lse
+
+
+def prepare_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    seqlens: Tensor,
     block_table: Tensor | None,
     num_new: int,
     variant: Variant,
@@ -94,15 +112,17 @@ def launch_decode(
     *,
     num_splits: int | None = None,
     config: BlockConfig | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return ``o [B, H, M, D_v]`` and ``lse [B, H, M]`` of queries over their sequence's cache.
+) -> Decode:
+    """Prepare o and lse of queries over their sequence's cache.
 
-    ``num_new`` keys have been appended to ``seqlens``; slopes are float32 ``[B, H]``.
+    ``num_new`` keys have been appended to the ``seqlens`` of a launch.
     """
-    o = empty_like_q(q, v_cache.shape[-1])
-    lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+    shape = (*q.shape[:3], v_cache.shape[-1])
+    o_like = None if shape == q.shape else blank(shape, q.dtype, q.device)
+    o = torch.empty_like(q if o_like is None else o_like)
+    lse = blank(q.shape[:3], torch.float32, q.device)
     if lse.numel() == 0:
-        return o, lse
+        return Decode(None, None, o_like, lse, o, lse)
     group = q.shape[1] // k_cache.shape[1]
     capability = compute_capability(q.device)
     width = max(q.shape[-1], v_cache.shape[-1])
@@ -116,32 +136,19 @@ def launch_decode(
         capacity, _ = capacity_and_pages(k_cache, block_table)
         num_splits = default_splits(q, k_cache.shape[1], capacity, config.block_m)
     options = Options(variant, float32_precision(q.dtype), None, use_descriptors=False)
-    slopes, _, _, sinks = modifiers
-    key = (
-        layout_key(q, k_cache, v_cache, seqlens, block_table, slopes, sinks),
-        (options, config, num_splits, smallest, num_new),
-    )
     parts, lses = o, lse
     if num_splits > 1:
-        parts = o.new_empty((num_splits, *lse.shape, o.shape[-1]), dtype=torch.float32)
-        lses = lse.new_empty((num_splits, *lse.shape))
-    prepare_it = partial(
-        prepare_decode, q, k_cache, v_cache, parts, block_table, num_new, modifiers, options,
+        parts = blank((num_splits, *shape), torch.float32, q.device)
+        lses = blank((num_splits, *lse.shape), torch.float32, q.device)
+    decode = decode_launch(
+        q, k_cache, v_cache, torch.empty_like(parts), block_table, num_new, modifiers, options,
         config, num_splits, smallest,
     )  # fmt: skip
-    absent = (lse if x is None else x for x in (slopes, sinks))
-    prepared(("decode", key), prepare_it)(
-        q, k_cache, v_cache, parts, lses, seqlens, seqlens if block_table is None else block_table,
-        *absent,
-    )  # fmt: skip
-    if num_splits > 1:
-        prepare_it = partial(prepare_combine, o, num_splits, modifiers)
-        launch = prepared(("combine", key), prepare_it)
-        launch(parts, lses, o, lse, lse if sinks is None else sinks)
-    return o, lse
+    combine = combine_launch(o, num_splits, modifiers) if num_splits > 1 else None
+    return Decode(decode, combine, o_like, lse, parts, lses)
 
 
-def prepare_decode(
+def decode_launch(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -166,7 +173,7 @@ def prepare_decode(
     prescaled = spec.PRESCALED or scale * LOG2_E < SMALLEST_FACTOR
     return PreparedLaunch(
         flash_attention_decode_kernel,
-        (batch * num_heads_k, triton.cdiv(group * seqlen_q, config.block_m) * num_splits),
+        (batch * num_heads_k * triton.cdiv(group * seqlen_q, config.block_m) * num_splits, 1),
         [None] * 9,
         (
             *(x.stride() for x in (q, k_cache, v_cache)),
@@ -191,7 +198,7 @@ def prepare_decode(
     )
 
 
-def prepare_combine(o: Tensor, num_splits: int, modifiers: Modifiers) -> PreparedLaunch:
+def combine_launch(o: Tensor, num_splits: int, modifiers: Modifiers) -> PreparedLaunch:
     """Prepare the joining of the splits: one program per row."""
     batch, num_heads, seqlen_q, _ = o.shape
     options = Options(Variant(1.0), "ieee", None, use_descriptors=False)

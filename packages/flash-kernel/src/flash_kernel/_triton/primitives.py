@@ -262,12 +262,12 @@ def softmax_weights(m_i, l_i, s_ij, scale_log2):
     multiply-add and one exp2.
     """
     m_new = tl.maximum(m_i, tl.max(s_ij, axis=1))
-    # a row that has seen no key keeps m = -inf; measure from 0 so that -inf - (-inf) never occurs
-    origin = tl.where(m_new == -INF, 0.0, m_new)
-    p_ij = tl.math.exp2(s_ij * scale_log2 - (origin * scale_log2)[:, None])
-    # the difference first, so that alpha is 1 while the maximum stays: scaled first, it would be the
-    # rounding error that a fused multiply-add lays bare, and add up over thousands of tiles
-    alpha = tl.math.exp2((m_i - origin) * scale_log2)
+    # a row that has seen no key keeps m = -inf; pivot on 0 so that -inf - (-inf) never occurs
+    pivot = tl.where(m_new == -INF, 0.0, m_new)
+    p_ij = tl.math.exp2(s_ij * scale_log2 - (pivot * scale_log2)[:, None])
+    # the difference first, so that alpha is 1 while the maximum stays: scaled first, its exponent
+    # would be the rounding that a multiply-add lays bare, and add up over thousands of tiles
+    alpha = tl.math.exp2((m_i - pivot) * scale_log2)
     return m_new, alpha * l_i + tl.sum(p_ij, axis=1), p_ij, alpha
 
 

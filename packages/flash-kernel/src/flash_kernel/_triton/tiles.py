@@ -1,7 +1,7 @@
 """Tiles of rows: how they are read, written, and multiplied.
 
-A tile is a tuple of one or two pieces ``[ROWS, WIDTH]`` side by side.  Triton's shapes are powers
-of two, and a head dim of 80 costs less as 64 + 16 columns than as 128.
+A tile is a tuple of pieces ``[ROWS, WIDTH]`` side by side.  Triton's shapes are powers of two, and
+a head dim of 80 costs less as 64 + 16 columns than as 128.
 
 A member of SPEC reaches another device function by way of a local ``tl.constexpr``: Triton 3.6
 would hand over a bare int.
@@ -109,64 +109,57 @@ def load_piece(
 @triton.jit
 def load_rows(x, row, ROWS: tl.constexpr, WIDTHS: tl.constexpr, SPEC: tl.constexpr):
     """Rows ``row .. row + ROWS`` of `Rows` x as a tile, zero outside the tensor."""
-    FIRST: tl.constexpr = WIDTHS[0]
-    first = load_piece(x, row, 0, FIRST, ROWS, SPEC)
-    if len(WIDTHS) == 1:
-        return (first,)
-    else:  # noqa: RET505 - to the compiler, what follows a return is still there
-        SECOND: tl.constexpr = WIDTHS[1]
-        return (first, load_piece(x, row, FIRST, SECOND, ROWS, SPEC))
+    tile = ()
+    for i in tl.static_range(len(WIDTHS)):
+        piece = load_piece(x, row, i * tl.constexpr(WIDTHS[0]), tl.constexpr(WIDTHS[i]), ROWS, SPEC)
+        tile += (piece,)
+    return tile
 
 
 @triton.jit
-def store_piece(x, tile, row, FIRST: tl.constexpr, SPEC: tl.constexpr):
+def store_piece(x, piece, row, FIRST: tl.constexpr, SPEC: tl.constexpr):
     """Write a piece where `load_piece` would read it, clipped to the tensor."""
-    ROWS: tl.constexpr = tile.shape[0]
-    WIDTH: tl.constexpr = tile.shape[1]
+    ROWS: tl.constexpr = piece.shape[0]
+    WIDTH: tl.constexpr = piece.shape[1]
     if SPEC.USE_DESCRIPTORS:
-        tile = tile.to(x.source.dtype).reshape(x.source.block_shape)
-        x.source.store(coordinates(x, row, SPEC), tile)
+        piece = piece.to(x.source.dtype).reshape(x.source.block_shape)
+        x.source.store(coordinates(x, row, SPEC), piece)
     else:
         offsets, mask = piece_offsets(x, row, FIRST, WIDTH, ROWS, SPEC)
-        tl.store(x.source + offsets, tile.to(x.source.dtype.element_ty), mask=mask)
+        tl.store(x.source + offsets, piece.to(x.source.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def store_rows(x, tile, row, SPEC: tl.constexpr):
     """Write a tile where `load_rows` would read it, clipped to the tensor."""
-    FIRST: tl.constexpr = tile[0].shape[1]
-    store_piece(x, tile[0], row, 0, SPEC)
-    if len(tile) == 2:
-        store_piece(x, tile[1], row, FIRST, SPEC)
+    for i in tl.static_range(len(tile)):
+        store_piece(x, tile[i], row, i * tile[0].shape[1], SPEC)
 
 
 @triton.jit
 def zero_rows(ROWS: tl.constexpr, WIDTHS: tl.constexpr):
     """Return a tile of float32 zeros."""
-    FIRST: tl.constexpr = WIDTHS[0]
-    first = tl.zeros([ROWS, FIRST], tl.float32)
-    if len(WIDTHS) == 1:
-        return (first,)
-    else:  # noqa: RET505
-        SECOND: tl.constexpr = WIDTHS[1]
-        return (first, tl.zeros([ROWS, SECOND], tl.float32))
+    tile = ()
+    for i in tl.static_range(len(WIDTHS)):
+        tile += (tl.zeros([ROWS, tl.constexpr(WIDTHS[i])], tl.float32),)
+    return tile
 
 
 @triton.jit
 def scale_rows(tile, factor):
     """Return a tile times ``factor``, a number or one ``[ROWS, 1]`` for each row."""
-    if len(tile) == 1:
-        return (tile[0] * factor,)
-    else:  # noqa: RET505
-        return (tile[0] * factor, tile[1] * factor)
+    scaled = ()
+    for i in tl.static_range(len(tile)):
+        scaled += (tile[i] * factor,)
+    return scaled
 
 
 @triton.jit
 def row_products(a, b, SPEC: tl.constexpr):
     """Return ``a b^T`` of two tiles: the products of their rows, ``[ROWS of a, ROWS of b]``."""
     products = tl.dot(a[0], b[0].T, input_precision=SPEC.PRECISION)
-    if len(a) == 2:
-        products = tl.dot(a[1], b[1].T, products, input_precision=SPEC.PRECISION)
+    for i in tl.static_range(1, len(a)):
+        products = tl.dot(a[i], b[i].T, products, input_precision=SPEC.PRECISION)
     return products
 
 
@@ -174,8 +167,7 @@ def row_products(a, b, SPEC: tl.constexpr):
 def add_weighted_rows(acc, weights, b, SPEC: tl.constexpr):
     """Return the tile ``acc + weights b``; ``weights [ROWS of acc, ROWS of b]``."""
     weights = weights.to(b[0].dtype)
-    first = tl.dot(weights, b[0], acc[0], input_precision=SPEC.PRECISION)
-    if len(b) == 1:
-        return (first,)
-    else:  # noqa: RET505
-        return (first, tl.dot(weights, b[1], acc[1], input_precision=SPEC.PRECISION))
+    total = ()
+    for i in tl.static_range(len(b)):
+        total += (tl.dot(weights, b[i], acc[i], input_precision=SPEC.PRECISION),)
+    return total
