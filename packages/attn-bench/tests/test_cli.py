@@ -326,6 +326,14 @@ def test_rows_that_were_only_checked_are_in_no_table(
     assert "only-checked" not in capsys.readouterr().out
 
 
+def test_a_reader_that_leaves_early_is_no_failure(saved: Path) -> None:
+    table = f"{sys.executable} -m attn_bench table {saved}"
+    command = ["bash", "-c", f"{table} | true; echo ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "141\n"
+    assert done.stderr == ""
+
+
 def test_help_needs_no_torch() -> None:
     code = "import sys; from attn_bench.cli import main; main(['flash', '--help'])"
     command = [sys.executable, "-c", f"{code}; print('torch' in sys.modules)"]

@@ -52,6 +52,23 @@ def test_terminal_table_gives_the_ratio_to_the_baseline_and_the_worst_error() ->
     assert reason == "big: oom: no memory"
 
 
+def test_terminal_table_marks_the_fastest_of_a_case() -> None:
+    slow, fast, big, _ = terminal_table(ROWS, "slow").splitlines()[2:]
+    assert "* 1.000" in fast
+    assert "*" not in slow + big
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_is_told_which() -> None:
+    whole = terminal_table(ROWS, "slow")
+    assert terminal_table(ROWS, "slow", 200) == whole
+    narrow = terminal_table(ROWS, "slow", 100).splitlines()
+    assert max(map(len, narrow)) <= 100
+    assert narrow[5].startswith("left out in 100 columns: first call s, p20-p80")
+    assert "x slow" in narrow[0]
+    # what cannot be left out stays, however wide
+    assert "median ms" in terminal_table(ROWS, "slow", 10).splitlines()[0]
+
+
 def test_a_cpu_table_says_that_it_is_no_performance_figure() -> None:
     rows = [replace(row, is_performance=False) for row in ROWS]
     assert terminal_table(rows, "slow").startswith(NOT_PERFORMANCE)

@@ -70,6 +70,28 @@ def test_a_failure_while_timing_stops_that_provider_only() -> None:
     assert isinstance(failures["bad"], torch.OutOfMemoryError)
 
 
+class ColdClock(Clock):
+    """A clock that has every run take half of what is above 1 ms less than the one before."""
+
+    runs = 0
+
+    def milliseconds(self, workload: Workload) -> float:
+        workload.run(workload.prepare())
+        self.runs += 1
+        return 1 + 2.0**-self.runs
+
+
+def test_warming_up_goes_on_until_the_time_holds_still() -> None:
+    log: list[str] = []
+    budget = Budget(10.0, ROUNDS, ROUNDS)
+    (timing,) = time_interleaved(
+        {"a": logging("a", log)}, ColdClock(CPU), budget, no_failure
+    ).values()
+    # 1.0625 and 1.03125 ms, of the fourth and fifth run, are within 5 %
+    assert len(log) == 5 + ROUNDS
+    assert timing.median_ms == pytest.approx(1, abs=0.01)
+
+
 class LateClock(Clock):
     """A GPU's clock whose device waits for the host in every run but each third."""
 

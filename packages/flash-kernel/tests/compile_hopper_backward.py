@@ -12,15 +12,21 @@ from typing import Any
 
 import torch
 import triton
-from compile_kernels import inspect_cuda, order_of_steps
+from compile_kernels import compile_one, inspect_cuda, order_of_steps
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flash_kernel._hopper.backward import flash_attention_backward_kernel
 from flash_kernel._hopper.backward_config import BackwardSpec
+from flash_kernel._hopper.backward_ends import (
+    flash_attention_backward_end_kernel,
+    flash_attention_backward_start_kernel,
+)
 from flash_kernel._hopper.backward_launch import describers, specify
+from flash_kernel._triton.config import BlockConfig
 from flash_kernel.variant import Variant
 
+TARGET = GPUTarget("cuda", 90, 32)
 POINTERS = {"dq_sum_ptr": "*fp32", "counters_ptr": "*i32"}
 
 
@@ -47,7 +53,7 @@ def compile_backward(head_dim: int, spec: BackwardSpec) -> Any:
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in POINTERS}
     source = GluonASTSource(kernel, signature, {"SPEC": spec}, aligned)
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=TARGET, options=options)
 
 
 def main() -> None:
@@ -62,6 +68,9 @@ def main() -> None:
     variant = Variant(1.0, right=0 if options.causal else None)
     spec = specify(q, q, variant, is_deterministic=not options.fast)
     spec = replace(spec, IS_ROTATED=options.rotated)
+    # of the small kernels around it only that they compile is of interest
+    for kernel in (flash_attention_backward_start_kernel, flash_attention_backward_end_kernel):
+        compile_one(kernel, spec, BlockConfig(), TARGET, "bf16")
     compiled = compile_backward(options.head_dim, spec)
     report = inspect_cuda(compiled, 90)
     report |= {"triton": triton.__version__, "shared_bytes": compiled.metadata.shared}

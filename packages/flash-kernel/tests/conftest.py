@@ -14,6 +14,9 @@ if not GPU_FOUND:
     # read when a kernel is decorated, so before anything imports one
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# without it torch's deterministic mode refuses cuBLAS; read once, at the first product on a GPU
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 # where helpers of tests lie that are no tests
 sys.path.append(str(Path(__file__).parent))
 

@@ -110,6 +110,18 @@ def test_named_hopper_raises_where_the_compiler_fails(broken_compiler, device):
         run_forward(call, q, k, v, PLAIN)
 
 
+def test_what_fails_to_compile_together_is_told_by_the_launch(broken_compiler, monkeypatch):
+    from flash_kernel._hopper.launch import Launch
+    from flash_kernel._triton import prepared
+
+    monkeypatch.setattr(prepared.PreparedLaunch, "is_new_to_gpu", lambda *_: True)
+    x = torch.zeros(1)
+    launch = Launch(broken_compiler, (1, 1), [None], ("SPEC",), {})
+    prepared.compile_together((launch, (x,)), (launch, (x,)))
+    with pytest.raises(BuildFailure, match="cannot be built: KeyError"):
+        launch(x)
+
+
 def test_packed_and_cached_keys_are_refused():
     for layout in ("packed", "cache"):
         request = REQUEST._replace(layout=layout, is_assumed=True)

@@ -337,6 +337,7 @@ TABLE = torch.tensor([[0], [1]], dtype=torch.int32)
         ({"num_splits": 0}, ValueError, "`num_splits` must be None or an integer from 1 to 128"),
         ({"sinks": torch.zeros(3)}, ValueError, r"`sinks` must have shape \[H\]"),
         ({"impl": "cuda"}, ValueError, "`impl` must be one of"),
+        ({"return_lse": 1}, TypeError, "`return_lse` must be True or False, got 1"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(changed, error, message):

@@ -327,6 +327,7 @@ ENDS = torch.tensor([0, 5, 12], dtype=torch.int32)
         ({"alibi_slopes": torch.zeros(3, 2)}, ValueError, r"`alibi_slopes` must have shape \[H\]"),
         ({"window": 5}, TypeError, r"`window` must be None or \(left, right\)"),
         ({"impl": "cuda"}, ValueError, "`impl` must be one of"),
+        ({"return_lse": 1}, TypeError, "`return_lse` must be True or False, got 1"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_one_line(changed, error, message):

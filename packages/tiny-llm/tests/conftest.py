@@ -18,6 +18,8 @@ TORCHS_OWN_WARNINGS = (
     # raised by torch.utils.mkldnn, which torch.compile imports
     "ignore:`torch.jit.script_method` is deprecated",
     "ignore:`torch.jit.script` is deprecated",
+    # what Inductor says to every GPU that has TF32 and is not told to use it
+    "ignore:TensorFloat32 tensor cores for float32 matrix multiplication available",
     # what Dynamo does with every autograd.Function
     "ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning",
 )

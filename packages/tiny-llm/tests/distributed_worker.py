@@ -1,18 +1,24 @@
-"""What every process of `test_distributed` does: `torchrun distributed_worker.py FOLDER`."""
+"""What every process of `test_distributed` does: `torchrun distributed_worker.py FOLDER PART`."""
 
 import os
+import resource
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
-from tiny_llm.checkpoint import load_checkpoint, save_checkpoint
+from tiny_llm.checkpoint import load_checkpoint
 from tiny_llm.config import ModelConfig, TrainingConfig
 from tiny_llm.distributed import Parallel, process_group
-from tiny_llm.optimizer import build_optimizer, whole
+from tiny_llm.errors import FileError
+from tiny_llm.optimizer import build_optimizer
+from tiny_llm.saving import save_checkpoint
 from tiny_llm.training import Stepper, batch_at, build_scaler, train_steps
 from tiny_llm.transformer import Transformer
 
@@ -43,7 +49,10 @@ def trained(parallel: Parallel, config: TrainingConfig = CONFIG) -> dict:
 
 
 def weights_of(model: Transformer) -> dict:
-    return {name: whole(value).clone() for name, value in model.state_dict().items()}
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in model.state_dict().items()
+    }
 
 
 def train_half_and_save(parallel: Parallel, path: Path) -> list[float]:
@@ -61,7 +70,7 @@ def train_half_and_save(parallel: Parallel, path: Path) -> list[float]:
                 training_config=CONFIG,
                 step=HALF,
                 tokens_checksum=0,
-                is_main=parallel.is_main,
+                parallel=parallel,
             )
             raise Stopped
 
@@ -81,9 +90,8 @@ def train_half_and_save(parallel: Parallel, path: Path) -> list[float]:
 
 
 def resume(parallel: Parallel, path: Path) -> dict:
-    checkpoint = load_checkpoint(path)
-    model = checkpoint.build_model(device="cpu")
-    parallel.shard(model)
+    checkpoint = load_checkpoint(path, parallel)
+    model = checkpoint.build_model(device="cpu", parallel=parallel)
     losses = train_steps(
         model,
         TOKENS,
@@ -108,13 +116,42 @@ def clipped_step(parallel: Parallel) -> dict:
     return {name: before[name] - value for name, value in weights_of(model).items()}
 
 
+def saved_on_a_disk_full_for_one(parallel: Parallel, path: Path) -> str:
+    """Save over `path` while one process cannot write; return what the others hear of it."""
+    model = new_model(parallel)
+    optimizer = build_optimizer(model, CONFIG)
+    train_steps(
+        model,
+        TOKENS,
+        replace(CONFIG, steps=1),
+        device="cpu",
+        optimizer=optimizer,
+        parallel=parallel,
+    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not parallel.is_main:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        save_checkpoint(
+            path,
+            model=model,
+            optimizer=optimizer,
+            training_config=CONFIG,
+            step=HALF + 1,
+            tokens_checksum=0,
+            parallel=parallel,
+        )
+    except FileError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
 def run(folder: Path, kinds: tuple[str, ...]) -> dict:
     results = {}
-    connected = folder / f"connected-{os.environ['RANK']}"
     for kind in kinds:
-        connected.unlink(missing_ok=True)
-        with process_group(kind, torch.device("cpu")) as parallel:
-            connected.touch()
+        with connected_group(folder, kind) as parallel:
             path = folder / f"{kind}.pt"
             results[kind] = {
                 "trained": trained(parallel),
@@ -124,15 +161,30 @@ def run(folder: Path, kinds: tuple[str, ...]) -> dict:
                 # what one process saved, if it did
                 "from_one": resume(parallel, folder / "none.pt"),
                 "agreed": [parallel.agree(True), parallel.agree(parallel.is_main)],
-                "rank": parallel.rank,
+                "full_disk": saved_on_a_disk_full_for_one(parallel, path) if kind == "fsdp" else "",
             }
     return results
+
+
+def resume_all(folder: Path, kinds: tuple[str, ...]) -> dict:
+    """Go on, sharded, with what other numbers of processes saved."""
+    with connected_group(folder, "fsdp") as parallel:
+        return {kind: resume(parallel, folder / f"{kind}.pt") for kind in kinds}
+
+
+@contextmanager
+def connected_group(folder: Path, kind: str) -> Iterator[Parallel]:
+    connected = folder / f"connected-{os.environ['RANK']}"
+    connected.unlink(missing_ok=True)
+    with process_group(kind, torch.device("cpu")) as parallel:
+        connected.touch()
+        yield parallel
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     signal.alarm(120)  # a process left alone by the other ends itself
-    target = Path(sys.argv[1])
-    found = run(target, ("ddp", "fsdp"))
-    if found["ddp"]["rank"] == 0:
-        torch.save(found, target / "results.pt")
+    target, part = Path(sys.argv[1]), sys.argv[2]
+    found = {"run": run, "resume": resume_all}[part](target, ("ddp", "fsdp"))
+    if os.environ["RANK"] == "0":
+        torch.save(found, target / f"{part}.pt")

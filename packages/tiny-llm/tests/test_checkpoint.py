@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tiny_llm.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
+from tiny_llm.checkpoint import checkpoint_path, load_checkpoint
 from tiny_llm.errors import ConfigError, FileError, FormatError
 from tiny_llm.optimizer import build_optimizer
+from tiny_llm.saving import save_checkpoint
 from tiny_llm.seal import TRAILER, seal
 from tiny_llm.training import train_steps
 from tiny_llm.transformer import Transformer

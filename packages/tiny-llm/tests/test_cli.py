@@ -13,8 +13,10 @@ import torch
 import tiny_llm
 from tiny_llm import attention
 from tiny_llm.attention.eager import scaled_dot_product_attention
+from tiny_llm.bpe import BPETokenizer
 from tiny_llm.checkpoint import load_checkpoint
 from tiny_llm.cli import main
+from tiny_llm.data import TokenFile
 
 SMALL = ["--d-model", "16", "--num-layers", "1", "--num-heads", "2", "--d-ff", "16"]
 SMALL += ["--seq-len", "16", "--batch-size", "2"]
@@ -76,6 +78,22 @@ def test_prepare_shows_a_progress_bar_and_counts(workdir, capsys):
     out, err = capsys.readouterr()
     assert "100%" in err
     assert out == "t.bin: 8 tokens from 2 files\n"
+
+
+def test_held_out_files_are_every_20th_and_in_no_training_token(workdir, capsys):
+    names = [f"{i:02}.txt" for i in range(45)]
+    for i, name in enumerate(names):
+        (workdir / name).write_bytes(bytes([i]))
+    arguments = ["--out", "t.bin", "--held-out", "h.bin", "--vocab-size", "257"]
+    assert main(["prepare", *names, *arguments]) == 0
+    assert capsys.readouterr().out.endswith("h.bin: 4 tokens from 2 files, held out\n")
+    kept, held_out = (TokenFile.open(workdir / name) for name in ("t.bin", "h.bin"))
+    tokenizer = BPETokenizer.load(workdir / "t.tokenizer.json")
+    assert tokenizer.decode_bytes(held_out[:].tolist()) == bytes([19, 39])
+    assert tokenizer.decode_bytes(kept[:].tolist()) == bytes(sorted({*range(45)} - {19, 39}))
+    assert held_out.tokenizer_checksum == kept.tokenizer_checksum == tokenizer.checksum
+    assert main(["prepare", *names[:19], *arguments]) == 2
+    assert "--held-out takes every 20th file, there are only 19" in capsys.readouterr().err
 
 
 def test_prompt_may_be_empty(trained, capsys):

@@ -50,11 +50,18 @@ def test_compiled_decoding_gives_the_tokens_of_eager_decoding_and_compiles_once(
     model = Transformer(config)
     for prompts in ([[1, 2, 3]], [[4, 5]]):
         assert greedy(model, prompts, "compile") == greedy(model, prompts, "eager")
-    assert len(graphs) == 1
+    # the block with a window, the one without, and the output layer
+    assert len(graphs) == 3
     # a text that outgrows max_seq_len = 24 goes on without the cache
     assert greedy(model, [[1], [2] * 9], "compile", 20) == greedy(
         model, [[1], [2] * 9], "eager", 20
     )
+
+
+def test_blocks_that_are_alike_share_one_compiled_block(model_config, graphs):
+    model = Transformer(replace(model_config, num_layers=5))
+    assert greedy(model, [[1, 2, 3]], "compile") == greedy(model, [[1, 2, 3]], "eager")
+    assert len(graphs) == 2, "a block and the output layer"
 
 
 def test_step_refuses_to_write_behind_the_cache(model_config):

@@ -68,18 +68,30 @@ def run_together(command, log):
 needs_two = pytest.mark.slow  # two processes, each with a torch of its own
 
 
+def processes(number, folder, part):
+    """Start `number` workers with torchrun and return what they found."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(number), str(WORKER), str(folder), part]
+    for _ in range(CONNECTION_ATTEMPTS):
+        status, errors = run_together(command, folder / "stderr.txt")
+        if status == 0 or len(list(folder.glob("connected-*"))) == number:
+            break
+    assert status == 0, errors[-3000:]
+    for each in folder.glob("connected-*"):
+        each.unlink()
+    return torch.load(folder / f"{part}.pt", weights_only=True)
+
+
 @pytest.fixture(scope="module")
 def two(one):
     """What two processes do, by kind; one start of torchrun serves all tests."""
-    folder = one[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(WORKER), str(folder)]
-    for _ in range(CONNECTION_ATTEMPTS):
-        status, errors = run_together(command, folder / "stderr.txt")
-        if status == 0 or len(list(folder.glob("connected-*"))) == 2:
-            break
-    assert status == 0, errors[-3000:]
-    return torch.load(folder / "results.pt", weights_only=True)
+    return processes(2, one[1], "run")
+
+
+@pytest.fixture(scope="module")
+def three(one, two):
+    """What three processes make of the checkpoints of two, by kind."""
+    return processes(3, one[1], "resume")
 
 
 @needs_two
@@ -139,6 +151,29 @@ def test_checkpoint_of_two_processes_goes_on_in_one(kind, one, two):
     resumed = worker.resume(SINGLE, one[1] / f"{kind}.pt")
     expected = one[0]["trained"]["losses"]
     assert resumed["losses"] == pytest.approx(expected[worker.HALF :], rel=1e-5)
+
+
+@needs_two
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoint_of_two_processes_goes_on_in_three(kind, one, three):
+    expected = one[0]["trained"]["losses"]
+    assert three[kind]["losses"] == pytest.approx(expected[worker.HALF :], rel=1e-5)
+
+
+@needs_two
+def test_each_process_saves_its_own_shard(one, two):
+    folder = one[1] / f"fsdp.pt.shards-{worker.HALF}"
+    sizes = [shard.stat().st_size for shard in folder.glob("*.safetensors")]
+    assert len(sizes) == 2
+    assert max(sizes) < 1.1 * min(sizes)
+    assert (one[1] / "fsdp.pt").stat().st_size < min(sizes)
+
+
+@needs_two
+def test_full_disk_of_one_process_is_heard_by_all_and_keeps_the_checkpoint_before(one, two):
+    assert "File too large" in two["fsdp"]["full_disk"]
+    assert load_checkpoint(one[1] / "fsdp.pt").step == worker.HALF
+    assert len(list(one[1].glob("fsdp.pt.shards-*"))) == 1
 
 
 @needs_two

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tiny_llm import run_summary
 from tiny_llm.cli import COMMANDS, main, parse
 
 README = Path(__file__).parents[1] / "README.md"
@@ -18,6 +19,14 @@ def test_readme_examples_run(tmp_path, monkeypatch):
     failed, attempted = doctest.testfile(str(README), module_relative=False)
     assert attempted > 5
     assert failed == 0
+
+
+def test_readme_shows_the_run_whose_files_are_committed():
+    folder = README.parents[2] / "results" / "nvidia-h200" / "tiny-llm"
+    if not folder.is_dir():
+        pytest.skip("there is no such run here")
+    text = README.read_text()
+    assert run_summary.replaced(text, run_summary.summary(folder, README)) == text
 
 
 def commands_in(text):

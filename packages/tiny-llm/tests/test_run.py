@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import tiny_llm
-from tiny_llm import reporter
+from tiny_llm import reporter, run_summary
 from tiny_llm.bpe import BPETokenizer
 from tiny_llm.checkpoint import load_checkpoint
 from tiny_llm.cli import main, parse
 from tiny_llm.data import open_tokens
+from tiny_llm.errors import FormatError
 from tiny_llm.metrics import read_metrics
 from tiny_llm.settings_file import model_config, read_settings, write_settings
 
@@ -58,6 +59,28 @@ def test_run_writes_configuration_metrics_evaluations_samples_and_a_picture(work
     saved = read_settings(workdir / "run" / "config.toml")
     assert saved["run"]["sample_prompt"] == "def "
     assert saved["training"]["steps"] == 5
+
+
+def test_summary_of_a_run_is_made_from_its_files(workdir, capsys):
+    arguments = ["--eval-tokens", "tokens.bin", "--eval-batches", "1", "--steps", "3"]
+    assert train("--out", "run", *arguments) == 0
+    (workdir / "run" / "sample.txt").write_text("def f():\n    pass\n")
+    (workdir / "page.md").write_text("before\n<!-- run -->\nold\n<!-- /run -->\nafter\n")
+    run_summary.main(["run", "--into", "page.md"])
+    page = (workdir / "page.md").read_text()
+    rows = read_metrics(workdir / "run" / "metrics.jsonl")
+    model = load_checkpoint("run").build_model(device="cpu")
+    tokens = len(open_tokens("tokens.bin"))
+    assert f"| device | cpu, torch {torch.__version__} |" in page
+    assert f"| {model.num_parameters() / 1e6:.1f} million parameters: 1 layers" in page
+    assert f"{tokens / 1e6:.1f} million tokens, each seen {3 * 64 / tokens:.1f} times" in page
+    assert f"| training loss | {rows[-1]['loss']:.2f} nats per token at the end |" in page
+    assert f"| held-out text | {rows[-1]['eval_loss']:.2f} nats per token" in page
+    assert "(run/loss.png)" in page
+    assert "```text\ndef f():\n    pass\n```\n<!-- /run -->\nafter" in page
+    assert "old" not in page
+    with pytest.raises(FormatError, match="must have one pair"):
+        run_summary.replaced("no markers", "text")
 
 
 def test_reporting_changes_no_loss(workdir):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tiny_llm import attention
 from tiny_llm.attention.sdpa import sdpa_attention
 from tiny_llm.config import TrainingConfig
 from tiny_llm.errors import ConfigError, TrainingError
@@ -244,6 +245,30 @@ def test_gpu_training_gives_the_losses_of_the_cpu(model_config, training_config,
         losses[device, name] = train_steps(model, random_tokens, config, device=device)
     assert losses["cuda", "eager"] == pytest.approx(losses["cpu", "eager"], rel=1e-3)
     assert losses["cuda", "sdpa"] == pytest.approx(losses["cpu", "eager"], rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", ["sdpa", "flash"])
+def test_gpu_training_is_compiled_once(name, model_config, training_config, random_tokens):
+    if not attention.backend(name).probe().ok:
+        pytest.skip(f"{name} is not available here")
+    config = replace(training_config, compile=True, precision="bf16", loss_chunk=40)
+    losses = []
+    for each in (replace(config, compile=False), config):
+        torch.manual_seed(0)
+        model = Transformer(replace(model_config, attention=name))
+
+        def no_more(step, _loss):
+            # what compiles anew after the first step raises
+            if step == 0:
+                torch.compiler.set_stance("fail_on_recompile")
+
+        try:
+            losses.append(train_steps(model, random_tokens, each, device="cuda", on_step=no_more))
+        finally:
+            torch.compiler.set_stance("default")
+    assert losses[1] == pytest.approx(losses[0], abs=0.02)
 
 
 def test_custom_attention_runs_in_every_layer_of_every_step(

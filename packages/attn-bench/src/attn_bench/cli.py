@@ -17,7 +17,8 @@
     attn-bench compare A.jsonl B.jsonl    what became slower
     attn-bench env                        the machine, as it goes with every result
 
-Exit status: 0 if everything agrees, 1 if something is wrong, 2 for bad input, 130 if interrupted.
+Exit status: 0 if everything agrees, 1 if something is wrong, 2 for bad input, 130 if interrupted,
+141 if nobody reads the output on.
 """
 
 import argparse
@@ -53,15 +54,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     from attn_bench import commands
 
     try:
-        return commands.COMMANDS[arguments.command](arguments)
+        status = commands.COMMANDS[arguments.command](arguments)
+        sys.stdout.flush()
     except InputError as error:
         print(f"attn-bench {arguments.command}: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # who reads, such as `head`, has seen enough; Python itself must not try to write the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         can_resume = "resume" in arguments and arguments.save is not None
         hint = "; `--resume` goes on if rows were saved" if can_resume else ", nothing was saved"
         print(f"attn-bench {arguments.command}: interrupted{hint}", file=sys.stderr)
         return 130
+    return status
 
 
 def positive(text: str) -> int:
@@ -265,7 +272,8 @@ def _add_table(parser: argparse.ArgumentParser) -> None:
         "--metric",
         default="tflops",
         metavar="NAME",
-        help="tflops, gb_s, ms, memory, error, roofline, step or cold (default: tflops)",
+        help="tflops, tflops_unmasked, gb_s, ms, memory, error, roofline, step or cold "
+        "(default: tflops)",
     )
     what.add_argument(
         "--against",

@@ -23,7 +23,7 @@ from attn_bench.roofline import FLOP_CONVENTION, describe_ceilings, measure_ceil
 from attn_bench.run_file import read_run_file
 from attn_bench.runner import Runner
 from attn_bench.suites import SUITES, Suite
-from attn_bench.tables import terminal_table
+from attn_bench.tables import terminal_table, terminal_width
 from attn_bench.timing import Budget
 from tiny_llm.errors import TinyLLMError
 
@@ -52,7 +52,7 @@ def _run_on_device(
         check_name("baseline", arguments.baseline, [each.name for each in providers])
     with one_thread(device):
         rows = _measure(suite, cases, providers, device, arguments)
-    print(terminal_table(rows, arguments.baseline or suite.baseline(rows)))
+    print(terminal_table(rows, arguments.baseline or suite.baseline(rows), terminal_width()))
     return exit_status(rows)
 
 
@@ -116,6 +116,9 @@ def cases_of(arguments: Namespace) -> list[Case]:
 def list_providers(arguments: Namespace) -> int:
     """Print every suite with its providers, and the reason where one is unavailable."""
     device = pick_device(arguments.device)
+    width = terminal_width()
+    # a name takes up to 28 columns; the two texts share what is left
+    widths = None if width is None else [None, *[max(20, (width - 32) // 2)] * 2]
     shown: set[str] = set()
     for suite in SUITES.values():
         print(f"attn-bench {suite.command}: {suite.summary}")
@@ -127,7 +130,8 @@ def list_providers(arguments: Namespace) -> int:
         if len(lines) < len(suite.providers):
             print(f"{len(suite.providers) - len(lines)} of the providers above")
         if lines:
-            print(tabulate(lines, ["provider", "what it is", f"on {device}"]))
+            headers = ["provider", "what it is", f"on {device}"]
+            print(tabulate(lines, headers, maxcolwidths=widths))
         shown.update(suite.providers)
         print(f"presets: {', '.join(suite.presets)}\n")
     print(f"models for --shapes-of: {', '.join(MODELS)}")

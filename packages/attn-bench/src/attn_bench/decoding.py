@@ -171,7 +171,8 @@ def _with_attention(model: Transformer, backend: str) -> Transformer:
     other.load_state_dict(model.state_dict(), assign=True)
     if model.config.tie_embeddings:
         other.head.weight = other.embedding.weight
-    return other.eval()
+    # what is computed and not loaded, the rotary tables, is on the CPU still
+    return other.to(model.embedding.weight.device).eval()
 
 
 def _checked(row: Row, decoding: "_Decoding", expected: Tensor, dtype: str) -> Row:

@@ -47,6 +47,13 @@ METRICS = {
     each.name: each
     for each in (
         Metric("tflops", "TFLOP/s", lambda row: row.tflops, ".0f", max),
+        Metric(
+            "tflops_unmasked",
+            "TFLOP/s, hidden pairs counted too",
+            lambda row: row.tflops_unmasked,
+            ".0f",
+            max,
+        ),
         Metric("gb_s", "GB/s", lambda row: row.gb_s, ".0f", max),
         Metric("ms", "median ms", lambda row: row.median_ms, ".3g", min, is_log=True),
         Metric(

@@ -14,6 +14,7 @@ from attn_bench.peer_step import load_peer
 from attn_bench.results import exit_status, saving
 from attn_bench.roofline import describe_ceilings, measure_ceilings
 from attn_bench.step_shape import StepShape
+from attn_bench.tables import terminal_width
 from attn_bench.train_step import time_training
 from tiny_llm.config import ModelConfig, preset
 from tiny_llm.errors import TinyLLMError
@@ -47,7 +48,7 @@ def run_train_step(arguments: Namespace) -> int:
                     save(each.row)
     except TinyLLMError as error:  # an unknown backend, or a width that has no heads
         raise InputError(str(error)) from error
-    print(step_table(found))
+    print(step_table(found, terminal_width()))
     return exit_status([each.row for each in found])
 
 
@@ -78,7 +79,7 @@ def run_generation(arguments: Namespace) -> int:
                     save(each.row)
     except TinyLLMError as error:
         raise InputError(str(error)) from error
-    print(decoding_table(found))
+    print(decoding_table(found, terminal_width()))
     return exit_status([each.row for each in found])
 
 

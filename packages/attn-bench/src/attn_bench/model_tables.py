@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 
-from tabulate import tabulate
-
 from attn_bench.decoding import Decoded
+from attn_bench.tables import explained, fitted
 from attn_bench.train_step import Step
 
 
-def step_table(steps: Sequence[Step]) -> str:
-    """Return a line per length and backend: measured, predicted, the difference, and the losses."""
+def step_table(steps: Sequence[Step], width: int | None = None) -> str:
+    """Return a line per length and backend: measured, predicted, the difference, and the losses.
+
+    Below it stands why a row is not ``ok``; see `attn_bench.tables.fitted` for `width`.
+    """
     body = []
     for each in steps:
         row, measured = each.row, each.row.median_ms
@@ -28,16 +30,18 @@ def step_table(steps: Sequence[Step]) -> str:
         name = f"{'~' if row.state == 'unstable' else ''}{row.provider}"
         cells = [str(row.case.seqlen_q), str(row.case.batch), name, *times]
         alone = "" if each.attention_ms is None else f"{each.attention_ms:.3f}"
-        body.append([*cells, alone, loss, row.detail or row.state])
+        body.append([*cells, alone, loss, row.state])
     headers = [
         *("n", "batch", "attention", "step ms", "tokens/s", "MFU", "peak GiB"),
         *("predicted ms", "difference", "attention ms per layer", "loss difference", "verdict"),
     ]
-    return tabulate(body, headers, disable_numparse=True)
+    expendable = ["attention ms per layer", "MFU", "batch", "peak GiB", "tokens/s"]
+    table = fitted(body, headers, expendable, width, stralign="left")
+    return explained(table, [each.row for each in steps])
 
 
-def decoding_table(found: Sequence[Decoded]) -> str:
-    """Return a line per batch, context and way of decoding."""
+def decoding_table(found: Sequence[Decoded], width: int | None = None) -> str:
+    """Return a line per batch, context and way of decoding, and the reasons as in `step_table`."""
     body = []
     for each in found:
         row, rate = each.row, each.tokens_per_second
@@ -52,6 +56,10 @@ def decoding_table(found: Sequence[Decoded]) -> str:
         first = "" if row.first_call_ms is None else f"{row.first_call_ms / 1e3:.1f}"
         name = f"{'~' if row.state == 'unstable' else ''}{row.provider}"
         cells = [str(row.case.batch), str(row.case.seqlen_k), name, *times, first]
-        body.append([*cells, row.detail or row.state])
-    headers = ["batch", "context", "attention, decoding", "ms a token", "tokens/s", "GB/s"]
-    return tabulate(body, [*headers, "of copy", "first s", "verdict"], disable_numparse=True)
+        body.append([*cells, row.state])
+    headers = [
+        *("batch", "context", "attention, decoding", "ms a token", "tokens/s", "GB/s"),
+        *("of copy", "first s", "verdict"),
+    ]
+    table = fitted(body, headers, ["first s", "tokens/s", "GB/s"], width, stralign="left")
+    return explained(table, [each.row for each in found])

@@ -32,7 +32,7 @@ from attn_bench.results import Row
 from attn_bench.roofline import FLOP_CONVENTION
 from attn_bench.runner import Runner
 from attn_bench.suites import FLASH_ATTENTION
-from attn_bench.tables import terminal_table
+from attn_bench.tables import terminal_table, terminal_width
 from attn_bench.timing import Budget
 from attn_bench.training import (
     Parity,
@@ -197,7 +197,7 @@ def time_providers(
         report.say("no provider to time\n")
         return rows
     baseline = FLASH_ATTENTION.baseline(rows)
-    report.say(f"FLOPs: {FLOP_CONVENTION}\n\n{terminal_table(rows, baseline)}\n")
+    report.say(f"FLOPs: {FLOP_CONVENTION}\n\n{terminal_table(rows, baseline, terminal_width())}\n")
     return rows
 
 

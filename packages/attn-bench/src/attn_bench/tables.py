@@ -2,6 +2,8 @@
 
 import csv
 import io
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
@@ -14,21 +16,70 @@ from attn_bench.results import Results, Row
 NOT_PERFORMANCE = "CPU: not a performance figure"
 
 
-def terminal_table(rows: Sequence[Row], baseline: str) -> str:
-    """Return every row in full: time, rate, memory, error and ratio to the baseline.
+def terminal_table(rows: Sequence[Row], baseline: str, width: int | None = None) -> str:
+    """Return every row: time, rate, memory, error and ratio to the baseline; * marks the fastest.
 
     The ratio is the baseline's time over the row's, so more than 1 is faster than the baseline.
     """
     references = {row.case: row.median_ms for row in rows if row.provider == baseline}
-    body = [_cells(row, references.get(row.case), is_first) for row, is_first in _grouped(rows)]
+    best: dict[Case, float] = {}
+    for row in rows:
+        if row.median_ms is not None:
+            best[row.case] = min(row.median_ms, best.get(row.case, row.median_ms))
+    body = [
+        _cells(row, references.get(row.case), is_first, is_best=row.median_ms == best.get(row.case))
+        for row, is_first in _grouped(rows)
+    ]
     headers = [
         *("case", "provider", "median ms", "p20-p80", "TFLOP/s", "GB/s"),
         *("roofline", "peak MiB", "error (allowed)", f"x {baseline}", "first call s"),
     ]
-    text = tabulate(body, headers, tablefmt="simple", disable_numparse=True, stralign="right")
-    if not any(row.is_performance for row in rows):
-        text = f"{NOT_PERFORMANCE}\n{text}"
-    return "\n".join([text, *reasons(rows)])
+    is_decoding = all(row.case.seqlen_q == 1 for row in rows)
+    expendable = ["first call s", "p20-p80", "roofline", "peak MiB", "error (allowed)"]
+    expendable.append("TFLOP/s" if is_decoding else "GB/s")
+    return explained(fitted(body, headers, expendable, width), rows)
+
+
+def explained(table: str, rows: Sequence[Row]) -> str:
+    """Return a table below a warning if it is a CPU's, and above the reasons and notes of rows."""
+    is_performance = any(row.is_performance for row in rows)
+    return "\n".join([*([] if is_performance else [NOT_PERFORMANCE]), table, *reasons(rows)])
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal; None if the output goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def fitted(
+    body: Sequence[Sequence[str]],
+    headers: Sequence[str],
+    expendable: Sequence[str],
+    width: int | None,
+    *,
+    stralign: str = "right",
+) -> str:
+    """Return a table; where it is wider than `width`, without some columns, and a line on them.
+
+    Columns are given up in the order of `expendable`, and no others.
+    """
+    left_out: list[str] = []
+    while True:
+        kept = [i for i, name in enumerate(headers) if name not in left_out]
+        text = tabulate(
+            [[line[i] for i in kept] for line in body],
+            [headers[i] for i in kept],
+            tablefmt="simple",
+            disable_numparse=True,
+            stralign=stralign,
+        )
+        widest = max(map(len, text.splitlines()))
+        if width is None or widest <= width or len(left_out) == len(expendable):
+            break
+        left_out.append(expendable[len(left_out)])
+    if not left_out:
+        return text
+    return f"{text}\nleft out in {width} columns: {', '.join(left_out)}"
 
 
 def reasons(rows: Iterable[Row]) -> list[str]:
@@ -47,7 +98,7 @@ def _grouped(rows: Sequence[Row]) -> Iterable[tuple[Row, bool]]:
         previous = row.case
 
 
-def _cells(row: Row, reference_ms: float | None, is_first: bool) -> list[str]:
+def _cells(row: Row, reference_ms: float | None, is_first: bool, *, is_best: bool) -> list[str]:
     mark = "~" if row.state == "unstable" else ""
     name = [str(row.case) if is_first else "", f"{mark}{row.provider}"]
     if row.median_ms is None:
@@ -56,7 +107,7 @@ def _cells(row: Row, reference_ms: float | None, is_first: bool) -> list[str]:
     ratio = f"{reference_ms / row.median_ms:.2f}" if reference_ms is not None else ""
     return [
         *name,
-        f"{row.median_ms:.3f}",
+        f"{'* ' if is_best else ''}{row.median_ms:.3f}",
         f"{row.p20_ms:.3f}-{row.p80_ms:.3f}",
         f"{row.tflops:.3g}",
         "" if row.gb_s is None else f"{row.gb_s:.3g}",

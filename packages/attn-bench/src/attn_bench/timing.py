@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ SAMPLES = 40
 MIB = 2**20
 # about 1.5 ms on an H200, where launching attention and its backward from Python takes up to 0.5 ms
 MOST_WRITES = 8
+# warming up ends when a run takes as long as the one before, within this share
+STILL, MOST_WARM_UPS = 0.05, 20
 
 
 @dataclass(frozen=True)
@@ -143,14 +146,11 @@ def time_interleaved(
             on_failure(name, error)
         return times
 
-    # two runs to warm up; the second one tells how many repetitions the budget holds
-    counts = {}
-    for name in list(running):
-        sample(name, 1)
-        start = time.perf_counter()
-        if name in running:
-            sample(name, 1)
-        counts[name] = repetitions((time.perf_counter() - start) * 1e3, budget) // ROUNDS
+    # the last run to warm up tells how many repetitions the budget holds
+    counts = {
+        name: repetitions(_warm_up(partial(sample, name, 1), budget), budget) // ROUNDS
+        for name in list(running)
+    }
     late = dict.fromkeys(running, 0)
     on_round()
     for turn in range(ROUNDS):
@@ -163,6 +163,25 @@ def time_interleaved(
         name: replace(summarize(samples[name]), has_launch=2 * late[name] > len(samples[name]))
         for name in running
     }
+
+
+def _warm_up(run_once: Callable[[], list[float]], budget: Budget) -> float:
+    """Run until the time holds still, and return the wall time of the last run in ms.
+
+    That is at least twice, and no longer than the budget or `MOST_WARM_UPS` runs; it ends with a
+    run that fails and returns nothing.
+    """
+    begin, previous, wall_ms = time.perf_counter(), 0.0, 0.0
+    for count in range(MOST_WARM_UPS):
+        start = time.perf_counter()
+        times = run_once()
+        end = time.perf_counter()
+        wall_ms = (end - start) * 1e3
+        is_still = bool(times) and abs(times[0] - previous) <= STILL * times[0]
+        if not times or (count > 0 and (is_still or end - begin > budget.seconds)):
+            break
+        previous = times[0]
+    return wall_ms
 
 
 def summarize(milliseconds: list[float]) -> Timing:

@@ -137,7 +137,7 @@ def flash_attention_with_kvcache(
 
     Flash-Decoding (Dao, Haziza, Massa, Sizov, 2023).
     """
-    modifiers = Modifiers(alibi_slopes, None, None, sinks)
+    modifiers = Modifiers(alibi_slopes=alibi_slopes, sinks=sinks)
     cache = Cache(k_cache, v_cache, cache_seqlens, block_table)
     # as in `_Options`
     options = (is_causal, scale, window, softcap, return_lse, num_splits, impl)
@@ -238,7 +238,7 @@ def _checked_variant(
     _refuse_gradients(q, cache.k, cache.v, k, v, *modifiers)
     _check_num_splits(options.num_splits)
     wishes: dict[str, Any] = dict(zip(_Options._fields[:4], options[:4], strict=True))
-    check_options(**wishes)
+    check_options(**wishes, return_lse=options.return_lse)
     return make_variant(q.shape[-1], **wishes)
 
 

@@ -137,7 +137,7 @@ def by_sequence(modifiers: Modifiers, batch: int, num_heads: int) -> Modifiers:
         return modifiers
     if slopes is not None:
         slopes = slopes.float().expand(batch, num_heads)
-    return Modifiers(slopes, None, None, None if sinks is None else sinks.float())
+    return Modifiers(alibi_slopes=slopes, sinks=None if sinks is None else sinks.float())
 
 
 def modifiers_of(modifiers: Modifiers, sequence: int) -> Modifiers:

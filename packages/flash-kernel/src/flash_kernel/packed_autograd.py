@@ -72,7 +72,7 @@ def checked_packed_variant(
     """Check the inputs, and return the numbers among the options."""
     check_packed(q, k, v, packing, modifiers)
     wishes = dict(zip(Options._fields[:4], options[:4], strict=True))
-    check_options(**wishes)
+    check_options(**wishes, return_lse=Options(*options).return_lse)
     return make_variant(q.shape[-1], **wishes)
 
 
@@ -109,7 +109,7 @@ class PackedAttention(torch.autograd.Function):
         call: Call,
     ) -> tuple[Tensor, Tensor]:
         """Return ``o [total_q, H, D_v]`` and ``lse [H, total_q]``; save what the backward needs."""
-        modifiers = Modifiers(alibi_slopes, None, None, sinks)
+        modifiers = Modifiers(alibi_slopes=alibi_slopes, sinks=sinks)
         o, lse = run_packed_forward(call, q, k, v, packing, modifiers)
         ctx.call = call
         ctx.save_for_backward(q, k, v, alibi_slopes, sinks, *packing[:2], o, lse)
@@ -121,7 +121,7 @@ class PackedAttention(torch.autograd.Function):
         """Return dq, dk, dv and the gradient of sinks."""
         refuse_second_order()
         q, k, v, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k, o, lse = ctx.saved_tensors
-        modifiers = Modifiers(alibi_slopes, None, None, sinks)
+        modifiers = Modifiers(alibi_slopes=alibi_slopes, sinks=sinks)
         dq, dk, dv, _, dsinks = run_packed_backward(
             ctx.call, q, k, v, o, lse, torch.zeros_like(o) if do is None else do, dlse,
             Packing(cu_seqlens_q, cu_seqlens_k), modifiers,

@@ -59,7 +59,7 @@ def packed_forward_op(
 ) -> tuple[Tensor, Tensor]:
     """Return ``o [total_q, H, D_v]`` and ``lse [H, total_q]``."""
     variant = Variant(scale, left, right, softcap)
-    modifiers = Modifiers(alibi_slopes, None, None, sinks)
+    modifiers = Modifiers(alibi_slopes=alibi_slopes, sinks=sinks)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = _packed_call(q, k, v, packing, modifiers, variant, impl, backward)
     o, lse = run_packed_forward(call, q, k, v, packing, modifiers)
@@ -97,7 +97,7 @@ def packed_backward_op(
 ) -> list[Tensor]:
     """Return ``dq, dk, dv``, and then the gradient of sinks, if there are any."""
     variant = Variant(scale, left, right, softcap)
-    modifiers = Modifiers(alibi_slopes, None, None, sinks)
+    modifiers = Modifiers(alibi_slopes=alibi_slopes, sinks=sinks)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     call = _packed_call(q, k, v, packing, modifiers, variant, impl, backward)
     gradients = run_packed_backward(call, q, k, v, o, lse, do, dlse, packing, modifiers)
@@ -171,7 +171,7 @@ def cached_forward_op(
     """Return ``o [B, H, M, D_v]`` and ``lse [B, H, M]`` of queries over a cache."""
     cache = Cache(k_cache, v_cache, cache_seqlens, block_table)
     variant = Variant(scale, left, right, softcap)
-    modifiers = Modifiers(alibi_slopes, None, None, sinks)
+    modifiers = Modifiers(alibi_slopes=alibi_slopes, sinks=sinks)
     return _attend(q, cache, None, None, variant, modifiers, num_splits, impl)
 
 
@@ -198,7 +198,7 @@ def cached_forward_appending_op(
     """Append ``k`` and ``v`` to a cache; return o and lse of queries over it."""
     cache = Cache(k_cache, v_cache, cache_seqlens, block_table)
     variant = Variant(scale, left, right, softcap)
-    modifiers = Modifiers(alibi_slopes, None, None, sinks)
+    modifiers = Modifiers(alibi_slopes=alibi_slopes, sinks=sinks)
     return _attend(q, cache, k, v, variant, modifiers, num_splits, impl)
 
 

@@ -125,7 +125,7 @@ def flash_attention_varlen(
     and make nobody wait, so there it is not checked, and numbers that are not cumulative lengths
     read and write out of bounds.  Walking the sequences one by one makes a GPU wait, and checks.
     """
-    modifiers = Modifiers(alibi_slopes, None, None, sinks)
+    modifiers = Modifiers(alibi_slopes=alibi_slopes, sinks=sinks)
     options = (is_causal, scale, window, softcap, return_lse, impl, backward)  # as in `Options`
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if is_autocast(q):

@@ -13,6 +13,7 @@ The caller advances, not the model: so a step can be compiled, repeated, or take
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -33,6 +34,39 @@ class AttentionCache(Protocol):
 
     def key_lengths(self, seqlen_q: int) -> Tensor | None:
         """Return the keys each sequence has with M new tokens, ``[B]``; None if all have N."""
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's part of a static `KVCache`, all of it in tensors.
+
+    Code compiled with one of these serves every layer, since no layer's number is in it.
+
+    Attributes:
+        k, v: The buffers ``[B, H_kv, capacity, D]``.
+        lengths: Tokens held for each sequence, int64 ``[B]``.
+    """
+
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+
+    def update(self, layer_index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k, v ``[B, H_kv, M, D]`` behind each sequence's tokens; return the buffers."""
+        rows = torch.arange(len(k), device=k.device)[:, None]  # [B, 1]
+        places = self.positions(k.shape[2])  # [B, M]
+        # torch.compile does this in place; of a scatter it would copy the whole buffer
+        self.k[rows, :, places] = k.transpose(1, 2)
+        self.v[rows, :, places] = v.transpose(1, 2)
+        return self.k, self.v
+
+    def positions(self, seqlen_q: int) -> Tensor:
+        """Return where M new tokens will stand, int64 ``[B, M]``."""
+        return self.lengths[:, None] + torch.arange(seqlen_q, device=self.lengths.device)
+
+    def key_lengths(self, seqlen_q: int) -> Tensor:
+        """Return each sequence's number of keys with M new tokens, ``[B]``."""
+        return self.lengths + seqlen_q
 
 
 class KVCache:
@@ -112,9 +146,7 @@ class KVCache:
             k_all[:, :, start : start + seqlen] = k
             v_all[:, :, start : start + seqlen] = v
         else:
-            index = self.positions(seqlen)[:, None, :, None].expand_as(k)  # [B, H_kv, M, D]
-            k_all.scatter_(2, index, k)
-            v_all.scatter_(2, index, v)
+            self.layer(layer_index).update(layer_index, k, v)
         if self.static:
             return k_all, v_all
         end = max(self._host_lengths) + seqlen
@@ -126,6 +158,10 @@ class KVCache:
         if self._is_uniform:
             return steps + self._host_lengths[0]
         return self.lengths[:, None] + steps
+
+    def layer(self, index: int) -> LayerCache:
+        """Return one layer's buffers; both are the same memory."""
+        return LayerCache(self._k[index], self._v[index], self.lengths)
 
     def key_lengths(self, seqlen_q: int) -> Tensor | None:
         """Return each sequence's number of keys with M new tokens, or None if all have all."""

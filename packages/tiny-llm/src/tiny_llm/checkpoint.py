@@ -1,37 +1,39 @@
-"""Checkpoints: all that a run needs to go on, in one file that is whole or absent.
+"""Checkpoints: all that a run needs to go on, whole or absent.
 
-The file is a `torch.save` archive of numbers, strings and tensors, so that loading it runs no code,
-and twelve more bytes: a mark and the CRC-32 of the archive, because `torch.load` does not notice a
-flipped bit.
+A checkpoint is a file: a `torch.save` archive of numbers, strings and tensors, so that loading it
+runs no code, and twelve more bytes, a mark and the CRC-32 of the archive, because `torch.load` does
+not notice a flipped bit.  It appears, in the place of the one before, once all of it is written.
 
-Weights and optimizer state are whole and under the parameters' names, however many processes they
-were sharded over: so a checkpoint loads on any number of processes.  The data position is the step
-(see `tiny_llm.training`).  A run draws no random numbers, but a custom attention may: the state of
+Of a model that is sharded over processes (fsdp) the file holds everything but the tensors.  It
+names the folder beside it that has them, written before it and with checksums of its own (see
+`tiny_llm.sharded`).  Either kind loads on any number of processes, sharded or not.
+
+Weights and optimizer state are under the parameters' names.  The data position is the step (see
+`tiny_llm.training`).  A run draws no random numbers, but a custom attention may: the state of
 torch's generators is kept too.
 """
 
 import pickle
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import AdamW
 
 from tiny_llm.config import ModelConfig, TrainingConfig
+from tiny_llm.distributed import SINGLE, Parallel
 from tiny_llm.errors import ConfigError, FileError, FormatError
-from tiny_llm.files import atomic_write, reason_of
+from tiny_llm.files import reason_of
 from tiny_llm.optimizer import (
     NamedState,
     build_optimizer,
     load_state_by_name,
-    state_by_name,
-    whole,
 )
-from tiny_llm.seal import seal, verify_seal
+from tiny_llm.seal import verify_seal
+from tiny_llm.sharded import MODEL, OPTIMIZER, load_shards, verify_shards, weights_of
 from tiny_llm.training import build_scaler
 from tiny_llm.transformer import Transformer
 
@@ -49,11 +51,12 @@ class Checkpoint:
         training_config: The run it is part of.
         step: Number of steps done.
         tokens_checksum: Checksum of the token file trained on.
-        model_state: Weights by name.
-        optimizer_state: What `optimizer.state_by_name` gave.
+        model_state: Weights by name, or none if they are in `shards`.
+        optimizer_state: What `optimizer.state_by_name` gave, with None for what is in `shards`.
         scaler_state: What the fp16 loss scaler's `state_dict` gave.
         rng_state: The state of torch's generators, by device.
         attention: The backend that ran in each layer, if that was recorded.
+        shards: The folder of the tensors, if they are not in the file.
     """
 
     path: Path
@@ -66,11 +69,21 @@ class Checkpoint:
     scaler_state: dict[str, Any]
     rng_state: dict[str, Tensor]
     attention: tuple[str, ...]
+    shards: Path | None = None
 
     def build_model(
-        self, *, device: str | torch.device, attention: str | dict[str, str] | None = None
+        self,
+        *,
+        device: str | torch.device,
+        attention: str | dict[str, str] | None = None,
+        parallel: Parallel = SINGLE,
     ) -> Transformer:
-        """Return the model on `device`, if asked with another attention backend than the run's.
+        """Return the model on `device`, sharded if `parallel` does that.
+
+        Args:
+            device: Where it shall be.
+            attention: Another attention backend than the run's.
+            parallel: The processes that will train it together.
 
         Raises:
             FormatError: A weight is missing, unexpected or of another shape.
@@ -78,13 +91,18 @@ class Checkpoint:
         config = self.model_config
         if attention is not None:
             config = replace(config, attention=attention)
-        model = Transformer(config)
+        model = Transformer(config).to(device)
+        if self.shards is not None:
+            parallel.shard(model)
+            load_shards(self.shards, {MODEL + name: value for name, value in weights_of(model)})
+            return model
         try:
             model.load_state_dict(self.model_state, strict=True)
         except (RuntimeError, AttributeError, TypeError) as error:
             message = f"checkpoint {self.path} does not fit its own configuration: {error}"
             raise FormatError(message) from error
-        return model.to(device)
+        parallel.shard(model)
+        return model
 
     def build_optimizer(self, model: Transformer) -> AdamW:
         """Return the optimizer of `model`, in the state it was saved in.
@@ -94,11 +112,23 @@ class Checkpoint:
         """
         optimizer = build_optimizer(model, self.training_config)
         try:
-            load_state_by_name(model, optimizer, self.optimizer_state)
+            load_state_by_name(model, optimizer, self._optimizer_state_of(model))
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
             message = f"checkpoint {self.path} has an optimizer state that does not fit: {error}"
             raise FormatError(message) from error
         return optimizer
+
+    def _optimizer_state_of(self, model: Transformer) -> NamedState:
+        if self.shards is None:
+            return self.optimizer_state
+        state = {name: dict(values) for name, values in self.optimizer_state.items()}
+        read: dict[str, Tensor] = {}
+        for name, weight in weights_of(model):
+            for key, value in state[name].items():
+                if value is None:
+                    read[f"{OPTIMIZER}{name}.{key}"] = state[name][key] = torch.zeros_like(weight)
+        load_shards(self.shards, read)
+        return state
 
     def build_scaler(self, device: torch.device) -> GradScaler:
         """Return the fp16 loss scaler in the state it was saved in."""
@@ -122,85 +152,12 @@ def checkpoint_path(run: str | Path) -> Path:
     return run / FILE_NAME if run.is_dir() else run
 
 
-def save_checkpoint(
-    path: str | Path,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    training_config: TrainingConfig,
-    step: int,
-    tokens_checksum: int,
-    scaler: GradScaler | None = None,
-    attention: Sequence[str] = (),
-    is_main: bool = True,
-) -> None:
-    """Write a checkpoint; until it is whole, the old one stays in place.
+def load_checkpoint(run: str | Path, parallel: Parallel = SINGLE) -> Checkpoint:
+    """Read and verify a checkpoint, given the file or its run folder; tensors stay on the CPU.
 
     Args:
-        path: The file to write.
-        model: A `Transformer`, or one inside `torch.compile` or DistributedDataParallel.
-        optimizer: The optimizer that trains it.
-        training_config: The run it is part of.
-        step: Number of steps done.
-        tokens_checksum: `TokenFile.checksum` of the tokens trained on.
-        scaler: The fp16 loss scaler, if there is one.
-        attention: The backend that runs in each layer.
-        is_main: False only gathers this process's shards for the one that writes.
-
-    Raises:
-        FileError: The file cannot be written.
-    """
-    path = Path(path)
-    bare = unwrapped(model)
-    content = {
-        "format": FORMAT,
-        "model_config": asdict(bare.config),
-        "training_config": asdict(training_config),
-        "step": step,
-        "tokens_checksum": tokens_checksum,
-        "model": {name: whole(value) for name, value in bare.state_dict().items()},
-        "optimizer": state_by_name(bare, optimizer),
-        "scaler": scaler.state_dict() if scaler is not None else {},
-        "rng": _rng_state(),
-        "attention": list(attention),
-    }
-    if is_main:
-        _write(path, content)
-
-
-def _rng_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    with atomic_write(path) as file:
-        try:
-            torch.save(content, file)
-        except RuntimeError as error:
-            # torch reports a failed write as its own confusion about it; the cause is beneath
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from error
-            raise
-        seal(file)
-
-
-def unwrapped(model: nn.Module) -> Transformer:
-    """Return the model inside its wrappers, whose prefixes no checkpoint shall carry."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    # torch.compile's wrapper class is private, its attribute is documented
-    inner: nn.Module = getattr(model, "_orig_mod", model)
-    if not isinstance(inner, Transformer):
-        message = f"`model` must be a Transformer, got {type(inner).__name__}"
-        raise ConfigError(message)
-    return inner
-
-
-def load_checkpoint(run: str | Path) -> Checkpoint:
-    """Read and verify a checkpoint, given the file or its run folder; tensors stay on the CPU.
+        run: The file or the folder.
+        parallel: The processes that load it together; each then verifies some of its shards.
 
     Raises:
         FileError: There is none, or it cannot be read.
@@ -219,7 +176,10 @@ def load_checkpoint(run: str | Path) -> Checkpoint:
     except (RuntimeError, pickle.UnpicklingError) as error:
         message = f"checkpoint {path} holds no archive of plain tensors"
         raise FormatError(message) from error
-    return _parse(path, content)
+    checkpoint = _parse(path, content)
+    if checkpoint.shards is not None:
+        verify_shards(checkpoint.shards, content["shard_checksums"], parallel)
+    return checkpoint
 
 
 def _parse(path: Path, content: Any) -> Checkpoint:
@@ -238,6 +198,7 @@ def _parse(path: Path, content: Any) -> Checkpoint:
             scaler_state=content["scaler"],
             rng_state=content["rng"],
             attention=tuple(content["attention"]),
+            shards=path.with_name(content["shards"]) if "shards" in content else None,
         )
     except (KeyError, TypeError, ConfigError) as error:
         message = f"checkpoint {path} is not complete: {error}"

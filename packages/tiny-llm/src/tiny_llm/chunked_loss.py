@@ -53,6 +53,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wants_gradients = any(ctx.needs_input_grad)
         dweight = torch.zeros_like(weight, dtype=wide) if wants_gradients else None
         dhidden = []
+        ids = torch.arange(len(weight), device=hidden.device)
         for start in range(0, len(targets), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             x, labels = hidden[part].to(dtype), targets[part]  # [C, d], [C]
@@ -63,8 +64,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             losses = (lse - logits.gather(1, index)).squeeze(1)
             total = total + losses.where(counted, 0).sum()
             if dweight is not None:
-                dlogits = (logits - lse).exp()
-                dlogits = dlogits.scatter_add(1, index, -torch.ones_like(lse))
+                # compared, not scattered: the compiler then makes all of it in one pass
+                dlogits = (logits - lse).exp().add(ids == index, alpha=-1)
                 dlogits = (dlogits * counted[:, None]).to(dtype)
                 dhidden.append((dlogits @ w).to(hidden.dtype))
                 dweight = dweight + dlogits.T @ x

@@ -18,6 +18,8 @@ from tiny_llm.tokenizer import ByteTokenizer, Tokenizer, check_same_tokenizer
 from tiny_llm.tokenizer_files import FILE_NAME as TOKENIZER_FILE
 from tiny_llm.tokenizer_files import tokenizer_path
 
+HELD_OUT_EVERY = 20
+
 
 def prepare(options: PrepareOptions) -> None:
     """Write a token file, or shards, from the named sources or the standard library's."""
@@ -28,9 +30,9 @@ def prepare(options: PrepareOptions) -> None:
         message = f"--max-bytes must be at least 1, got {options.max_bytes}"
         raise ConfigError(message)
     paths = options.sources or stdlib_sources(options.max_bytes or None)
-    sources = find_sources(paths, options.column or None)
-    tokenizer, to_save = _prepare_tokenizer(options, sources)
     column = options.column or None
+    sources, held_out = _split(find_sources(paths, column), options)
+    tokenizer, to_save = _prepare_tokenizer(options, sources)
     tokens: Tokens
     if options.shard_tokens:
         tokens = prepare_shards(
@@ -46,6 +48,9 @@ def prepare(options: PrepareOptions) -> None:
     if to_save is not None:
         to_save.save(tokenizer_path(tokens.path))
     print(f"{tokens.path}: {len(tokens):,} tokens from {len(sources)} files")
+    if held_out:
+        kept = prepare_tokens(held_out, options.held_out, tokenizer, column=column)
+        print(f"{kept.path}: {len(kept):,} tokens from {len(held_out)} files, held out")
 
 
 def evaluate(options: EvalOptions) -> None:
@@ -95,6 +100,21 @@ def attention(options: AttentionOptions) -> None:
     )
     explanation = explain(request, options.choice)
     print(json.dumps(explanation.to_dict()) if options.json else explanation.table())
+
+
+def _split(sources: list[Path], options: PrepareOptions) -> tuple[list[Path], list[Path]]:
+    """Return the files to train on and those to hold out."""
+    if not options.held_out:
+        return sources, []
+    if len(sources) < HELD_OUT_EVERY:
+        message = (
+            f"--held-out takes every {HELD_OUT_EVERY}th file, there are only {len(sources)}: "
+            "prepare a text of its own to evaluate on"
+        )
+        raise ConfigError(message)
+    first = HELD_OUT_EVERY - 1
+    kept = [each for i, each in enumerate(sources) if i % HELD_OUT_EVERY != first]
+    return kept, sources[first::HELD_OUT_EVERY]
 
 
 def _prepare_tokenizer(

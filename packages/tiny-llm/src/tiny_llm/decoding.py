@@ -5,15 +5,15 @@ them.  With a static cache each step is the same program on the same memory: it 
 CUDA graph, which the host starts with one call, and compiled before, which leaves fewer kernels.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tiny_llm.cache import KVCache
 from tiny_llm.errors import AttentionUnavailable, ConfigError
-from tiny_llm.transformer import Transformer
+from tiny_llm.transformer import Block, Transformer
 
 MODES = ("auto", "eager", "graph", "compile")
 # capacities are multiples of this, so that texts of about the same length share a compiled step
@@ -69,7 +69,7 @@ class DecodingStep:
         self._model, self._cache = model, cache
         device = model.embedding.weight.device
         self._tokens = torch.zeros(cache.batch_size, 1, dtype=torch.int64, device=device)
-        self._compiled: Callable[..., Any] = _compiled(model) if mode == "compile" else model
+        self._read = _compiled(model, cache) if mode == "compile" else self._read_plainly
         self._captures = device.type == "cuda" and mode != "eager"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None
@@ -101,9 +101,12 @@ class DecodingStep:
         self._cache.advance(1)
         return logits
 
+    def _read_plainly(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self._model(tokens, cache=self._cache)
+        return logits
+
     def _run(self) -> Tensor:
-        logits: Tensor = self._compiled(self._tokens, cache=self._cache)
-        return logits[:, -1]
+        return self._read(self._tokens)[:, -1]
 
     def _capture(self) -> None:
         """Record one step.  It is repeatable: the cache's lengths change outside of it."""
@@ -119,8 +122,29 @@ class DecodingStep:
         self._graph = graph
 
 
-def _compiled(model: Transformer) -> Callable[..., Any]:
+def _compiled(model: Transformer, cache: KVCache) -> Callable[[Tensor], Tensor]:
+    """Return the logits' function of tokens ``[B, 1]``, in compiled parts.
+
+    One block is compiled, not the model: blocks that are alike share its code, which so takes
+    seconds however many there are.
+    """
     # products with a single row reach the memory's speed only as tuned reductions
     on_gpu = model.embedding.weight.is_cuda
     options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if on_gpu else None
-    return torch.compile(model, dynamic=False, options=options)
+    block_forward = torch.compile(Block.forward, dynamic=False, options=options)
+    logits_of = torch.compile(_logits, dynamic=False, options=options)
+    blocks = cast("Iterable[Block]", model.blocks)
+    layers = [(block, cache.layer(index)) for index, block in enumerate(blocks)]
+
+    def read(tokens: Tensor) -> Tensor:
+        x = model.embedding(tokens)
+        for block, layer in layers:
+            x = block_forward(block, x, None, layer)
+        return logits_of(model, x)
+
+    return read
+
+
+def _logits(model: Transformer, x: Tensor) -> Tensor:
+    logits: Tensor = model.head(model.norm(x))
+    return logits

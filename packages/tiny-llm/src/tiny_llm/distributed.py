@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from tiny_llm.errors import ConfigError
 from tiny_llm.transformer import Transformer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,14 @@ class Parallel:
             value = value.clone()
             dist.all_reduce(value)
         return value
+
+    def gathered(self, value: T) -> list[T]:
+        """Return what each process gave, by rank."""
+        if self.world_size == 1:
+            return [value]
+        everyone: list[T] = [value] * self.world_size
+        dist.all_gather_object(everyone, value)
+        return everyone
 
     def accumulating(
         self, module: nn.Module, model: nn.Module, *, last: bool

@@ -1,4 +1,4 @@
-"""What a run reports: JSON lines, TensorBoard if asked, and a picture of the loss at the end."""
+"""What a run reports: what it is, JSON lines, TensorBoard if asked, a picture of the loss."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ from tiny_llm.files import atomic_write, reason_of
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+RUN = "run.json"
 METRICS = "metrics.jsonl"
 CURVE = "loss.png"
 

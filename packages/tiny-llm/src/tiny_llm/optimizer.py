@@ -31,12 +31,9 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> AdamW:
 
 
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> NamedState:
-    """Return the whole state of each parameter, on the CPU, under the parameter's name.
-
-    With sharded parameters every rank must call this: the shards are gathered.
-    """
+    """Return the state of each parameter under the parameter's name, sharded as that is."""
     return {
-        name: {key: whole(value) for key, value in optimizer.state[parameter].items()}
+        name: dict(optimizer.state[parameter])
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state
     }
@@ -45,7 +42,7 @@ def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> NamedSt
 def load_state_by_name(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: NamedState
 ) -> None:
-    """Give an optimizer the state that `state_by_name` returned, sharded as the parameters are.
+    """Give an optimizer the state that `state_by_name` returned; whole tensors are sharded.
 
     Raises:
         ConfigError: A name is missing or unexpected, or a shape differs.
@@ -67,17 +64,11 @@ def load_state_by_name(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def whole(value: Tensor) -> Tensor:
-    """Return a tensor, gathered if it is sharded, on the CPU."""
-    gathered = value.full_tensor() if isinstance(value, DTensor) else value
-    return gathered.detach().cpu()
-
-
 def _placed(name: str, value: Any, parameter: nn.Parameter) -> Tensor:
     if not isinstance(value, Tensor) or value.shape not in (parameter.shape, torch.Size([])):
         message = f"the state of {name} does not have its shape {list(parameter.shape)}"
         raise ConfigError(message)
-    if isinstance(parameter, DTensor) and value.ndim:
+    if isinstance(parameter, DTensor) and value.ndim and not isinstance(value, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
         return distribute_tensor(value.to(parameter.device), mesh, placements)
     return value

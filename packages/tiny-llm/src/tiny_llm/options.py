@@ -53,6 +53,9 @@ class PrepareOptions:
         default=(), metadata={"help": "files and folders to read"}
     )
     out: str = setting(REQUIRED, "token file to write, or with --shard-tokens a folder")
+    held_out: str = setting(
+        "", "token file to write every 20th file to, which --out then does without"
+    )
     column: str = setting("", "column of .jsonl and .parquet files that holds the text")
     tokenizer: str = setting("", "tokenizer to use, made by an earlier prepare")
     vocab_size: int = setting(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from tiny_llm.checkpoint import save_checkpoint
 from tiny_llm.config import RunConfig
 from tiny_llm.data import Tokens
 from tiny_llm.distributed import Parallel
@@ -17,6 +16,7 @@ from tiny_llm.evaluation import Evaluation, evaluate
 from tiny_llm.generation import generate
 from tiny_llm.loss import AUTOCAST
 from tiny_llm.metrics import CURVE, MetricsLog, draw_loss_curve, read_metrics
+from tiny_llm.saving import save_checkpoint
 from tiny_llm.throughput import device_peak, flops_per_token, peak_memory
 from tiny_llm.tokenizer import Tokenizer
 
@@ -191,7 +191,7 @@ class Reporter:
                 tokens_checksum=self.tokens.checksum,
                 scaler=self.run.scaler,
                 attention=self.run.attention,
-                is_main=self.parallel.is_main,
+                parallel=self.parallel,
             )
         except FileError as error:
             failure = error

@@ -10,6 +10,8 @@ by a fixed permutation of the head's elements, so weights trained with one need 
 """
 
 import math
+from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +56,18 @@ class RotaryEmbedding(nn.Module):
         frequencies = stretched(theta ** (-pairs / head_dim), factor, original_len)
         angles = torch.outer(positions, frequencies)  # [T, D/2]
         # plain attributes, not buffers: model.to(torch.bfloat16) must not round the tables
-        self._cos = angles.cos().float()
-        self._sin = angles.sin().float()
+        default = torch.get_default_device()
+        device = "cpu" if default.type == "meta" else default
+        self._cos = angles.cos().float().to(device)
+        self._sin = angles.sin().float().to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Take the tables along to another device; a compiled step must not find them elsewhere."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = fn(torch.empty(0, device=self._cos.device)).device
+        if device.type != "meta":
+            self._cos, self._sin = self._cos.to(device), self._sin.to(device)
+        return self
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return x ``[..., T, D]`` with each row rotated to its position, in x's dtype.

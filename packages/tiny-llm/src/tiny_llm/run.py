@@ -1,5 +1,6 @@
 """A training run: its folder, its start or its going on, and all it reports on the way."""
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from tiny_llm import settings_file, tokenizer_files
+from tiny_llm import __version__, settings_file, tokenizer_files
 from tiny_llm.bpe import BPETokenizer
 from tiny_llm.checkpoint import FILE_NAME, Checkpoint, load_checkpoint
 from tiny_llm.config import ModelConfig, TrainingConfig
@@ -18,8 +19,9 @@ from tiny_llm.data import Tokens, open_tokens
 from tiny_llm.devices import flag_of, require, resolve_device
 from tiny_llm.distributed import Parallel, local_device, process_group
 from tiny_llm.errors import ConfigError, FileError, TrainingError
-from tiny_llm.files import reason_of
+from tiny_llm.files import atomic_write, reason_of
 from tiny_llm.loss import AUTOCAST
+from tiny_llm.metrics import RUN
 from tiny_llm.optimizer import build_optimizer
 from tiny_llm.options import TrainOptions
 from tiny_llm.reporter import Reporter
@@ -69,6 +71,7 @@ def train(options: TrainOptions) -> None:
         run = _with_settled_attention(run, device)
         if parallel.is_main:
             _make_folder(path.parent, options, tokenizer)
+            _write_facts(path.with_name(RUN), run, tokens, device)
         reporter = Reporter(run, path, tokens, tokenizer, held_out, options.run, parallel)
         with reporter:
             losses = train_steps(
@@ -103,7 +106,7 @@ def _new_run(
 def _resumed_run(
     path: Path, tokens: Tokens, options: TrainOptions, device: torch.device, parallel: Parallel
 ) -> Run:
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(path, parallel)
     if tokens.checksum != checkpoint.tokens_checksum:
         message = f"{tokens.path} is not the token file that {path} was trained on"
         raise ConfigError(message)
@@ -112,8 +115,7 @@ def _resumed_run(
     _check_unchanged(checkpoint.training_config, options.training)
     same_choice = model_config.attention == checkpoint.model_config.attention
     checkpoint = _with_settings(checkpoint, model_config, options.training)
-    model = checkpoint.build_model(device=device)
-    parallel.shard(model)
+    model = checkpoint.build_model(device=device, parallel=parallel)
     checkpoint.restore_rng()
     return Run(
         model,
@@ -187,6 +189,21 @@ def _make_folder(folder: Path, options: TrainOptions, tokenizer: Tokenizer) -> N
     settings_file.write_settings(folder / settings_file.FILE_NAME, options)
     if isinstance(tokenizer, BPETokenizer):
         tokenizer.save(folder / tokenizer_files.FILE_NAME)
+
+
+def _write_facts(path: Path, run: Run, tokens: Tokens, device: torch.device) -> None:
+    """Write what the settings do not say."""
+    is_gpu = device.type == "cuda"
+    facts = {
+        "tiny_llm": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if is_gpu else device.type,
+        "parameters": run.model.num_parameters(),
+        "tokens": len(tokens),
+        "attention": run.attention,
+    }
+    with atomic_write(path) as file:
+        file.write(json.dumps(facts, indent=2).encode() + b"\n")
 
 
 def _say(parallel: Parallel, text: str) -> None:

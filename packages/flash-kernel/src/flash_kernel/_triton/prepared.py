@@ -8,7 +8,7 @@ tensors of one such kind; from its second time on, only addresses change.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -113,12 +113,14 @@ class PreparedLaunch:
 def compile_together(*launches: tuple[PreparedLaunch, tuple[Tensor | None, ...]]) -> None:
     """Compile the launches that are new, each in a thread: Triton's compilers release the GIL.
 
-    Nothing is launched.  What fails here fails again, and is told, where it is launched.
+    Nothing is launched.
     """
     new = [(launch, tensors) for launch, tensors in launches if launch.is_new_to_gpu(tensors)]
     if not COMPILES_TOGETHER or len(new) < 2:
         return
     with (
+        # what fails here fails again where it is launched, and that knows what to make of it
+        suppress(Exception),
         on_device(device_of(new[0][1])),
         ThreadPoolExecutor(len(new)) as executor,
         AsyncCompileMode(executor, ignore_errors=True),
