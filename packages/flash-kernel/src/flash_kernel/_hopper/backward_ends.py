@@ -28,6 +28,7 @@ def flash_attention_backward_start_kernel(
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    SUMS: tl.constexpr = SPEC.SUMS
     block_row = tl.program_id(0).to(tl.int64)
     batch_head = (block_row // num_blocks).to(tl.int32)
     block = (block_row % num_blocks).to(tl.int32)
@@ -52,8 +53,8 @@ def flash_attention_backward_start_kernel(
     tl.store(statistics_ptr, lse * unit)
     tl.store(statistics_ptr + BLOCK_M, minus_delta)
     if SPEC.IS_ORDERED:
-        for index in tl.static_range(SPEC.SUMS):
-            tl.store(counters_ptr + 1 + block_row * SPEC.SUMS + index, 0)
+        for index in tl.static_range(SUMS):
+            tl.store(counters_ptr + 1 + block_row * SUMS + index, 0)
     else:
         size: tl.constexpr = BLOCK_M * BLOCK_D
         tl.store(dq_sum_ptr + block_row * size + tl.arange(0, size), tl.zeros([size], tl.float32))
@@ -73,16 +74,17 @@ def flash_attention_backward_end_kernel(
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    SUMS: tl.constexpr = SPEC.SUMS
     block_row = tl.program_id(0).to(tl.int64)
     batch_head = (block_row // num_blocks).to(tl.int32)
     block = (block_row % num_blocks).to(tl.int32)
     size: tl.constexpr = BLOCK_M * BLOCK_D
-    dq_sum_ptr += block_row * (SPEC.SUMS * size)
+    dq_sum_ptr += block_row * (SUMS * size)
     total = tl.zeros([size], tl.float32)
-    for index in tl.static_range(SPEC.SUMS):
+    for index in tl.static_range(SUMS):
         dq_sum = tl.load(dq_sum_ptr + index * size + tl.arange(0, size))
         if SPEC.IS_ROTATED:
-            terms = tl.load(counters_ptr + 1 + block_row * SPEC.SUMS + index)
+            terms = tl.load(counters_ptr + 1 + block_row * SUMS + index)
             dq_sum = tl.where(terms > 0, dq_sum, 0.0)
         total += dq_sum
     # `flat` in backward.py: column block, warp, row of 8, column pair, half of 16 rows, column
