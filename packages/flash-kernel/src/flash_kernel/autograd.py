@@ -80,7 +80,7 @@ def run_forward(
         try:
             return _forward_by_kernels(call, q, k, v, modifiers)
         except (LayoutRefusal, BuildFailure) as refusal:
-            accept(refusal, is_named=plan.impl_is_named)
+            _accept(refusal, is_named=plan.impl_is_named)
         call.replace_plan(impl="triton")
         return _forward_by_kernels(call, q, k, v, modifiers)
     if plan.impl == "mock":
@@ -119,7 +119,7 @@ def _prepared_forward(
     return prepare_forward(q, k, v, call.variant, modifiers, view=as_batch_and_heads)
 
 
-def accept(refusal: Exception, *, is_named: bool) -> None:
+def _accept(refusal: Exception, *, is_named: bool) -> None:
     """Let the portable kernels stand in for Hopper's, unless those were asked for by name.
 
     A layout that the copy engine cannot read is nobody's fault; a failure is told once.
@@ -148,7 +148,7 @@ def run_backward(
         try:
             return _backward_by_kernels(call, *tensors, modifiers)
         except (LayoutRefusal, BuildFailure) as refusal:
-            accept(refusal, is_named=plan.backward_is_named)
+            _accept(refusal, is_named=plan.backward_is_named)
         call.replace_plan(backward="triton")
         return _backward_by_kernels(call, *tensors, modifiers)
     if plan.backward == "mock":
