@@ -51,8 +51,12 @@ def test_explain_says_what_runs_and_what_is_refused(wish, impl, backward, refuse
 
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k", "impl"),
-    [(256, 256, "triton"), (1, 256, "triton"), (1, 257, "hopper"), (257, 1, "hopper")],
-)
+    [
+        (256, 256, "triton"), (1, 256, "triton"), (1, 257, "hopper"), (257, 1, "hopper"),
+        # here the keys are split
+        (64, 512, "triton"), (65, 512, "hopper"), (1, 100_000, "triton"),
+    ],
+)  # fmt: skip
 def test_heads_of_few_rows_go_to_the_portable_kernels_unless_named(seqlen_q, seqlen_k, impl):
     for batch in (1, 64):
         shapes = (batch, 8, seqlen_q, 64), (batch, 8, seqlen_k, 64)

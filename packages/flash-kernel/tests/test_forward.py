@@ -7,7 +7,7 @@ import torch
 import triton
 
 from flash_kernel import flash_attention
-from flash_kernel._triton import launch
+from flash_kernel._triton import launch, launch_decode
 from flash_kernel._triton.config import BlockConfig, KernelConfigs
 from flash_kernel.testing import assert_matches_reference, make_qkv
 from flash_kernel.variant import Variant
@@ -45,6 +45,26 @@ def test_kernel_matches_float64(seqlen_q, seqlen_k, is_causal, device):
 def test_kernel_matches_float64_at_any_head_dim(head_dim, device):
     q, k, v = make_qkv(1, 1, 40, 72, head_dim, dtype=torch.float16, device=device)
     assert_matches_reference(partial(TRITON, is_causal=True), q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"window": (300, 2), "softcap": 3.0}],
+    ids=["full", "causal", "window, softcap"],
+)
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+def test_few_queries_have_their_keys_split(seqlen_q, options, device, monkeypatch):
+    prepared = []
+    prepare = launch_decode.prepare_few_queries
+    monkeypatch.setattr(
+        launch_decode, "prepare_few_queries", lambda *x: prepared.append(x) or prepare(*x)
+    )
+    q, k, v = make_qkv(2, 4, seqlen_q, 600, 40, dtype=torch.bfloat16, device=device)
+    k, v = (x[:, :2].transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    dlse = torch.randn(q.shape[:-1], device=device)
+    fn = partial(TRITON, **options)
+    assert_matches_reference(fn, q, k, v, dlse=dlse, **{"is_causal": False} | options)
+    assert prepared
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

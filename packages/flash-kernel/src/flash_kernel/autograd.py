@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_kernel._hopper.config import BuildFailure, LayoutRefusal
-from flash_kernel._triton.config import ALIGNMENT, float32_precision
+from flash_kernel._triton.config import ALIGNMENT, float32_precision, has_few_queries
 from flash_kernel.backward import flash_attention_backward, flash_attention_backward_compiled
 from flash_kernel.calls import Call
 from flash_kernel.dispatch import KERNELS, warn_of_portable_path
@@ -114,6 +114,12 @@ def _prepared_forward(
         from flash_kernel._hopper import launch as hopper
 
         return hopper.prepare_forward(q, k, v, call.variant, view=as_batch_and_heads)
+    if q.dim() == 4 and not modifiers.tensors:
+        num_rows = q.shape[1] // max(1, k.shape[1]) * q.shape[2]
+        if has_few_queries(q.dtype, num_rows, k.shape[2]):
+            from flash_kernel._triton.launch_decode import prepare_few_queries
+
+            return prepare_few_queries(q, k, v, call.variant)
     from flash_kernel._triton.launch import prepare_forward
 
     return prepare_forward(q, k, v, call.variant, modifiers, view=as_batch_and_heads)

@@ -17,6 +17,7 @@ from flash_kernel._triton.config import (
     PACKED_ROWS,
     compute_capability,
     configs_for,
+    has_few_queries,
     max_head_dim,
     max_seqlen,
 )
@@ -138,7 +139,9 @@ def candidates_for(request: Request) -> tuple[str, ...]:
     """Return what ``impl="auto"`` may choose among, best first."""
     if request.device.type != "cuda":
         return CPU_ORDER
-    has_few_rows = max(request.seqlen_q, request.seqlen_k) <= hopper.FEW_ROWS
+    has_few_rows = max(request.seqlen_q, request.seqlen_k) <= hopper.FEW_ROWS or has_few_queries(
+        request.dtype, request.group * request.seqlen_q, request.seqlen_k
+    )
     return tuple(impl for impl in GPU_ORDER if not (impl == "hopper" and has_few_rows))
 
 

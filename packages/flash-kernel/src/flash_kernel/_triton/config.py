@@ -225,6 +225,16 @@ def decode_config(
     return BlockConfig(block_m, block_n, num_warps, num_stages)
 
 
+def has_few_queries(dtype: torch.dtype, num_rows: int, seqlen_k: int) -> bool:
+    """Say whether the decode kernel, which splits the keys, takes a dense forward.
+
+    ``num_rows`` are the queries of a group of heads together: they fit one tile, and a head has too
+    few tiles to keep a GPU busy.
+    """
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return is_half and num_rows <= DECODE_BLOCK_M and seqlen_k >= 2 * SMALLEST_SPLIT
+
+
 def max_head_dim(dtype: torch.dtype, capability: int) -> int:
     """Return the largest head dim that `configs_for` knows."""
     return max(d for d in (64, 128, 256) if configs_for(d, dtype, capability) is not None)

@@ -24,6 +24,7 @@ from flash_kernel._triton.decode import (
 from flash_kernel._triton.launch import (
     ABSENT,
     LOG2_E,
+    NO_EXTRAS,
     SMALLEST_FACTOR,
     Options,
     kernel_spec,
@@ -146,6 +147,26 @@ def prepare_decode(
     )  # fmt: skip
     combine = combine_launch(o, num_splits, modifiers) if num_splits > 1 else None
     return Decode(decode, combine, o_like, lse, parts, lses)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FewQueries:
+    """A forward of few queries over many keys, prepared: its k and v are a full cache."""
+
+    decode: Decode
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...] = NO_EXTRAS
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``o`` and ``lse``; there are no extras."""
+        # not kept from one call to the next: in a graph it has to be the graph's
+        seqlens = torch.full(q.shape[:1], k.shape[2], dtype=torch.int32, device=q.device)
+        return self.decode(q, k, v, seqlens, None)
+
+
+def prepare_few_queries(q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> FewQueries:
+    """Prepare ``o`` and ``lse`` of few queries ``q [B, H, M, D]``; see `has_few_queries`."""
+    return FewQueries(prepare_decode(q, k, v, None, 0, variant))
 
 
 def decode_launch(
