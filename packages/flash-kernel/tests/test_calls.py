@@ -1,6 +1,7 @@
 """Known calls: a call that differs in anything that matters is not taken for one met before."""
 
 import threading
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -187,6 +188,17 @@ def test_forward_mode_is_refused_after_a_known_call(qkv):
             flash_attention(dual, k, v, impl="triton")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_tangent_is_refused_over_a_cache_too_where_one_call_had_none(device):
+    q, k, v = make_qkv(1, 2, 1, 8, 16, dtype=torch.float32, device=device)
+    seqlens = torch.tensor([8], dtype=torch.int32, device=device)
+    with torch.autograd.forward_ad.dual_level():
+        flash_attention_with_kvcache(q, k, v, cache_seqlens=seqlens, impl="triton")
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="no forward mode, and an input has a tangent"):
+            flash_attention_with_kvcache(dual, k, v, cache_seqlens=seqlens, impl="triton")
+
+
 def test_compiling_takes_its_own_path_after_a_known_call(qkv):
     flash_attention(*qkv, impl="reference")
     run = torch.compile(lambda *x: flash_attention(*x, impl="reference"), backend="eager")
@@ -210,12 +222,56 @@ def test_subclasses_and_tensors_without_memory_decide_each_time(qkv, known):
     assert known == {}
 
 
+def test_negative_of_memory_is_refused_after_a_known_call(qkv):
+    q, k, v = qkv
+    flash_attention(q, k, v, impl="triton")
+    negative = torch.view_as_complex(torch.stack([q, q], -1)).conj().imag
+    with pytest.raises(TypeError, match=r"`q` is the negative .* Pass q.resolve_neg\(\)"):
+        flash_attention(negative, k, v, impl="triton")
+    assert_right(flash_attention(negative.resolve_neg(), k, v, impl="triton"), -q, k, v)
+
+
 def test_gradients_are_right_where_hooks_lay_out_anew_what_was_saved(qkv):
     inputs = [in_memory_of_heads_last(x).requires_grad_() for x in qkv]
     expected = torch.autograd.grad(flash_attention(*inputs, impl="triton").sin().sum(), inputs)
     with saved_tensors_hooks(lambda x: x, lambda x: x.contiguous().clone()):
         o = flash_attention(*inputs, impl="triton").sin().sum()
     torch.testing.assert_close(torch.autograd.grad(o, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias", "alibi_slopes"])
+def test_gradients_are_right_where_hooks_lay_out_anew_what_hides_and_biases(name, qkv, device):
+    modifier = {
+        "mask": (torch.rand(16, 16, device=device) > 0.4).T,
+        "bias": torch.randn(16, 16, device=device).T,
+        "alibi_slopes": torch.rand(2, 1, device=device).T,
+    }[name]
+    leaves = [x.requires_grad_() for x in qkv]
+    expected = torch.autograd.grad(
+        attention_reference(*leaves, **{name: modifier})[0].sin().sum(), leaves
+    )
+    hooks = saved_tensors_hooks(lambda x: x, lambda x: x.contiguous().clone())
+    for context in (nullcontext(), hooks, nullcontext()):
+        with context:
+            o = flash_attention(*leaves, **{name: modifier}, impl="triton").sin().sum()
+        torch.testing.assert_close(torch.autograd.grad(o, leaves), expected)
+
+
+def test_packed_gradients_are_right_where_hooks_lay_out_anew_the_slopes(device):
+    leaves = [torch.randn(12, 2, 16, device=device, requires_grad=True) for _ in range(3)]
+    ends = torch.tensor([0, 5, 12], dtype=torch.int32, device=device)
+    slopes = torch.rand(2, 2, device=device).T
+
+    def gradients(impl):
+        o = flash_attention_varlen(*leaves, ends, ends, alibi_slopes=slopes, impl=impl)
+        return o.sin().sum()
+
+    expected = torch.autograd.grad(gradients("reference"), leaves)
+    hooks = saved_tensors_hooks(lambda x: x, lambda x: x.contiguous().clone())
+    for context in (nullcontext(), hooks):
+        with context:
+            loss = gradients("triton")
+        torch.testing.assert_close(torch.autograd.grad(loss, leaves), expected)
 
 
 def test_gradients_are_right_whatever_the_layout_of_the_incoming_one(qkv):
@@ -251,9 +307,15 @@ def test_packed_calls_are_known_by_their_layout_and_not_by_their_lengths(device,
             expected = attention_reference(*part, is_causal=True)[0].transpose(0, 1)
             torch.testing.assert_close(o[start:end], expected, rtol=2e-5, atol=2e-5)
     assert len(known) == 1
+    for bound in (12, 13):  # another bound is no other kind
+        flash_attention_varlen(q, k, v, ends, ends, max_seqlen_q=bound, impl="triton")
+    assert len(known) == 2
+    with pytest.raises(ValueError, match="`max_seqlen_q` must be at least the longest"):
+        flash_attention_varlen(q, k, v, ends, ends, max_seqlen_q=2, impl="triton")
+    known.clear()
     ends = ends.long()
     flash_attention_varlen(q, k, v, ends, ends, impl="triton", is_causal=True)
-    assert len(known) == 2
+    assert len(known) == 1
 
 
 def test_cache_calls_are_known_whatever_the_lengths_and_refuse_gradients(device, known):
@@ -266,6 +328,30 @@ def test_cache_calls_are_known_whatever_the_lengths_and_refuse_gradients(device,
     assert len(known) == 1
     with pytest.raises(RuntimeError, match="has no gradients"):
         flash_attention_with_kvcache(q.requires_grad_(), k, v, cache_seqlens=seqlens)
+
+
+def tensors_within(x):
+    """Return the tensors that an object of ours holds, however deep."""
+    if isinstance(x, torch.Tensor):
+        return [x]
+    if isinstance(x, dict):
+        x = list(x.values())
+    elif hasattr(type(x), "__slots__") and not isinstance(x, (tuple, str)):
+        x = [getattr(x, name) for name in type(x).__slots__ if hasattr(x, name)]
+    return [y for part in x for y in tensors_within(part)] if isinstance(x, (list, tuple)) else []
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 20])
+def test_what_is_kept_of_a_call_holds_no_memory(seqlen_q, device, known):
+    q, k, v = make_qkv(1, 2, seqlen_q, 600, 16, dtype=torch.float16, device=device)
+    seqlens = torch.tensor([600], dtype=torch.int32, device=device)
+    flash_attention_with_kvcache(q, k, v, cache_seqlens=seqlens, impl="triton")
+    flash_attention_with_kvcache(q, k, v, cache_seqlens=seqlens, impl="triton", num_splits=1)
+    flash_attention(q, k, v, impl="triton")
+    held = tensors_within(known)
+    assert len(known) == 3
+    assert len(held) >= 3
+    assert all(x.untyped_storage().nbytes() == 0 for x in held)
 
 
 def test_too_many_kinds_of_calls_are_forgotten_and_not_kept(qkv, known, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flash_kernel import attention_reference, flash_attention
+from flash_kernel.testing import make_qkv
 
 LENGTHS = [(33, 70), (70, 33), (1, 65)]
 FEATURES = {
@@ -205,3 +206,11 @@ def test_key_heads_must_divide_query_heads():
     q, k = torch.randn(1, 4, 8, 16), torch.randn(1, 3, 8, 16)
     with pytest.raises(ValueError, match="must divide the 4 heads of `q`, got 3"):
         flash_attention(q, k, k)
+
+
+def test_sinks_of_any_stride_are_those_of_their_heads(device):
+    q, k, v = make_qkv(1, 4, 9, 9, 16, dtype=torch.float32, device=device)
+    numbers = torch.randn(8, device=device)
+    for sinks in (numbers[::2], numbers[:1].expand(4)):
+        o = flash_attention(q, k, v, sinks=sinks, impl="triton")
+        torch.testing.assert_close(o, attention_reference(q, k, v, sinks=sinks.contiguous())[0])

@@ -316,6 +316,7 @@ TABLE = torch.tensor([[0], [1]], dtype=torch.int32)
         ({"q": Q.half()}, TypeError, "must share one dtype, got float16, float32 and float32"),
         ({"cache_seqlens": 3}, TypeError, "`cache_seqlens` must be a torch.Tensor, got int"),
         ({"cache_seqlens": COUNTS.float()}, TypeError, "`cache_seqlens` must be int32 or int64"),
+        ({"cache_seqlens": COUNTS[:1].expand(len(COUNTS))}, ValueError, "must be contiguous, got"),
         (
             {"cache_seqlens": COUNTS[:1]},
             ValueError,

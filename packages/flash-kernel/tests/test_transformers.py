@@ -132,6 +132,13 @@ def test_window_is_found_in_a_mask_that_is_one_and_in_no_other(device):
     assert find(torch.ones(1, 1, 6, 9, dtype=torch.bool, device=device).tril(3)) == (8, 0)
 
 
+def test_mask_of_more_keys_than_there_are_is_refused_and_not_read_as_a_window(device):
+    q, k = torch.randn(1, 2, 4, 16, device=device), torch.randn(1, 2, 6, 16, device=device)
+    mask = torch.ones(1, 1, 4, 8, dtype=torch.bool, device=device).tril(4)
+    with pytest.raises(ValueError, match="`mask`"):
+        flash_kernel.transformers.attend(torch.nn.Module(), q, k, k, mask)
+
+
 def test_static_cache_does_not_attend_to_what_is_not_yet_written(device):
     tokens = torch.randint(3, 64, (1, 12), device=device)
     eager, ours = (

@@ -313,6 +313,8 @@ ENDS = torch.tensor([0, 5, 12], dtype=torch.int32)
         ({"q": X[:, :1].expand(12, 3, 16)}, ValueError, "dimension -2, must divide the 3 heads"),
         ({"cu_seqlens_q": [0, 12]}, TypeError, "`cu_seqlens_q` must be a torch.Tensor, got list"),
         ({"cu_seqlens_k": ENDS.float()}, TypeError, "`cu_seqlens_k` must be int32 or int64, got"),
+        ({"cu_seqlens_q": torch.stack([ENDS, ENDS], 1)[:, 0]}, ValueError,
+         r"`cu_seqlens_q` must be contiguous, got strides \[2\]. Pass cu_seqlens_q.contiguous"),
         ({"cu_seqlens_k": ENDS[None]}, ValueError, r"must have shape \[B \+ 1\], got \[1, 3\]"),
         ({"cu_seqlens_k": ENDS[:0]}, ValueError, "must hold at least the 0 that it starts at"),
         ({"cu_seqlens_k": ENDS[1:]}, ValueError, r"as many sequences, got shapes \[3\] and \[2\]"),

@@ -11,12 +11,13 @@ A kind holds, beside the function's name:
 - of each tensor its shape, strides, dtype, device, whether it wants a gradient, and whether its
   address is a multiple of 16 bytes, which decides what is compiled;
 - the options, among them what ``torch.use_deterministic_algorithms`` makes of ``deterministic``;
-- the state of torch that a decision depends on: grad mode, transforms of ``torch.func``, forward
-  mode, and for float32 whether products may be TF32.
+- the state of torch that a decision depends on: grad mode, transforms of ``torch.func``, and for
+  float32 whether products may be TF32.
 
 It need not hold autocast, which has converted the tensors before; ``torch.compile``, which takes
 another path; nor stream and graph capture, which are asked for at each launch.  A tensor of an
-unusual kind, a subclass or one without memory, has no kind: its call decides each time.
+unusual kind, a subclass or one without memory, has no kind, nor has any call in forward mode: they
+decide each time.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -85,14 +86,15 @@ def kind_of(
     The first tensor is q.  Whatever is given as a tensor or an option may still be invalid.
     """
     q = tensors[0]
-    if q is None:
+    # in forward mode a tensor may have a tangent, which is refused where a call is decided
+    if q is None or forward_ad._current_level >= 0:
         return None
     described: list[Hashable] = []
     try:
         for x in tensors:
             if x is None:
                 described.append(None)
-            elif type(x) is Tensor or type(x) is Parameter:
+            elif (type(x) is Tensor or type(x) is Parameter) and not x.is_neg():
                 aligned = x.data_ptr() % ALIGNMENT == 0
                 described.append((x.shape, x.stride(), x.dtype, x.device, aligned, x.requires_grad))
             else:
@@ -106,7 +108,6 @@ def kind_of(
         repr(options),
         torch.is_grad_enabled(),
         torch._C._are_functorch_transforms_active(),
-        forward_ad._current_level,
         float32_precision(q.dtype),
     )
 

@@ -251,6 +251,9 @@ def flash_attn_with_kvcache(
         pages = 1 if block_table is None else block_table.shape[1]
         length = k_cache.shape[1] * pages if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+    # flash-attn copies these too: a table is often a part of a larger one
+    cache_seqlens = cache_seqlens.contiguous()
+    block_table = None if block_table is None else block_table.contiguous()
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes)
     o, lse = flash_attention_with_kvcache(
         *tensors,

@@ -1,6 +1,6 @@
 """The same forward and backward as ``torch.library`` operators: what ``torch.compile`` sees.
 
-Eager calls go through `autograd.FlashAttention`, which costs less; a compiled graph holds
+Eager calls go through `autograd.PlannedAttention`, which costs less; a compiled graph holds
 ``flash_kernel::forward`` and ``flash_kernel::backward`` as opaque nodes whose shapes and dtypes the
 fakes below declare.  Which implementation runs is decided inside the operator, at run time, so that
 nothing of the decision is traced.

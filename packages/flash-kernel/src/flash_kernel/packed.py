@@ -77,7 +77,7 @@ def check_packed_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_integers(name: str, tensor: object, shape: str, num_dims: int = 1) -> None:
-    """Raise unless an argument is a tensor of int32 or int64 with a number of dimensions."""
+    """Raise unless an argument is a contiguous tensor of int32 or int64 of that many dimensions."""
     if not isinstance(tensor, Tensor):
         msg = f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}."
         raise TypeError(msg)
@@ -87,6 +87,12 @@ def check_integers(name: str, tensor: object, shape: str, num_dims: int = 1) -> 
         raise TypeError(msg)
     if tensor.dim() != num_dims:
         msg = f"`{name}` must have shape {shape}, got {list(tensor.shape)}."
+        raise ValueError(msg)
+    if not tensor.is_contiguous():
+        msg = (
+            f"`{name}` must be contiguous, got strides {list(tensor.stride())}. "
+            f"Pass {name}.contiguous()."
+        )
         raise ValueError(msg)
 
 
@@ -137,7 +143,8 @@ def by_sequence(modifiers: Modifiers, batch: int, num_heads: int) -> Modifiers:
         return modifiers
     if slopes is not None:
         slopes = slopes.float().expand(batch, num_heads)
-    return Modifiers(alibi_slopes=slopes, sinks=None if sinks is None else sinks.float())
+    sinks = None if sinks is None else sinks.float().contiguous()
+    return Modifiers(alibi_slopes=slopes, sinks=sinks)
 
 
 def modifiers_of(modifiers: Modifiers, sequence: int) -> Modifiers:

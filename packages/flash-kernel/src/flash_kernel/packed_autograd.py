@@ -57,7 +57,8 @@ def checked_packed_call(
             refuse_transforms("flash_attention_varlen")
         return Call(plan, variant, records=wants_gradients(tensors))
 
-    kind = kind_of("flash_attention_varlen", tensors, (*options, *packing[2:]))
+    # the bounds are looked at in each call, but their types in the first alone
+    kind = kind_of("flash_attention_varlen", tensors, (*options, *map(type, packing[2:])))
     return known_call(kind, decide)
 
 
@@ -178,7 +179,7 @@ def run_packed_backward(
 
         by_batch = by_sequence(modifiers, packing.num_sequences, q.shape[1])
         backward = call.launch(
-            backward_key((q, k, v, o, do), dlse),
+            backward_key((q, k, v, o, do, *by_batch), dlse),
             lambda: prepare_backward(
                 q, k, v, o, do, call.variant, by_batch, packing.num_sequences,
                 has_dlse=dlse is not None, view=as_one_batch,

@@ -26,7 +26,10 @@ def as_batch_and_heads(x: Tensor) -> Tensor:
 
 
 def as_pairs(modifiers: Modifiers, q: Tensor, k: Tensor) -> Modifiers:
-    """Return bias and mask as views ``[B, H, M, N]``, and slopes as ``[B, H]``, for kernels."""
+    """Return the modifiers as kernels take them.
+
+    Bias and mask are views ``[B, H, M, N]``, slopes float32 ``[B, H]``, sinks contiguous float32.
+    """
     alibi_slopes, bias, mask, sinks = modifiers
     if alibi_slopes is bias is mask is sinks is None:
         return modifiers
@@ -37,4 +40,5 @@ def as_pairs(modifiers: Modifiers, q: Tensor, k: Tensor) -> Modifiers:
         mask = as_batch_and_heads(mask.expand(scores))
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.float().expand(q.shape[:-2]).flatten(0, -2)
-    return Modifiers(alibi_slopes, bias, mask, None if sinks is None else sinks.float())
+    sinks = None if sinks is None else sinks.float().contiguous()
+    return Modifiers(alibi_slopes, bias, mask, sinks)

@@ -123,7 +123,8 @@ def attend(
     mask = window = None
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         mask, attention_mask = attention_mask, None
-        window = _window_of(mask)
+        if mask.shape[-2:] == (query.shape[2], key.shape[2]):
+            window = _window_of(mask)
     o = flash_attention(
         query,
         key,

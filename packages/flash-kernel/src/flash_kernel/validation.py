@@ -180,6 +180,11 @@ def check_kind(name: str, tensor: object) -> None:
         kind = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
         msg = f"`{name}` must be a dense, strided tensor, got {kind}. Convert it to a dense tensor."
         raise TypeError(msg)
+    if not torch.compiler.is_compiling() and tensor.is_neg():  # Dynamo does not know the bit
+        msg = (
+            f"`{name}` is the negative of its memory, as of a conjugate. Pass {name}.resolve_neg()."
+        )
+        raise TypeError(msg)
     if tensor.dtype not in SUPPORTED_DTYPES:
         *names, last = map(_short, SUPPORTED_DTYPES)
         msg = (

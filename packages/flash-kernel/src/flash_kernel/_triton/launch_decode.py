@@ -123,7 +123,7 @@ def prepare_decode(
     o = torch.empty_like(q if o_like is None else o_like)
     lse = blank(q.shape[:3], torch.float32, q.device)
     if lse.numel() == 0:
-        return Decode(None, None, o_like, lse, o, lse)
+        return Decode(None, None, o_like, lse, lse, lse)
     group = q.shape[1] // k_cache.shape[1]
     capability = compute_capability(q.device)
     width = max(q.shape[-1], v_cache.shape[-1])
@@ -137,13 +137,12 @@ def prepare_decode(
         capacity, _ = capacity_and_pages(k_cache, block_table)
         num_splits = default_splits(q, k_cache.shape[1], capacity, config.block_m)
     options = Options(variant, float32_precision(q.dtype), None, use_descriptors=False)
-    parts, lses = o, lse
-    if num_splits > 1:
-        parts = blank((num_splits, *shape), torch.float32, q.device)
-        lses = blank((num_splits, *lse.shape), torch.float32, q.device)
+    # a prepared call is kept: it must not hold memory
+    parts = blank((num_splits, *shape), torch.float32, q.device)
+    lses = blank((num_splits, *lse.shape), torch.float32, q.device)
     decode = decode_launch(
-        q, k_cache, v_cache, torch.empty_like(parts), block_table, num_new, modifiers, options,
-        config, num_splits, smallest,
+        q, k_cache, v_cache, torch.empty_like(parts) if num_splits > 1 else o, block_table, num_new,
+        modifiers, options, config, num_splits, smallest,
     )  # fmt: skip
     combine = combine_launch(o, num_splits, modifiers) if num_splits > 1 else None
     return Decode(decode, combine, o_like, lse, parts, lses)

@@ -9,6 +9,7 @@ tensors of one such kind; from its second time on, only addresses change.
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
+from threading import RLock
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ View = Callable[[Tensor], Tensor]  # shows a caller's tensor as [B, heads, rows,
 Describe = Callable[[Tensor], Any]  # makes a descriptor of a caller's tensor
 COMPILES_TOGETHER = True  # the kernels of one call, at its first
 MAX_EXTENT = 2**31 - 1  # of a descriptor's dimension
+# Triton's caches are not for threads: what one compiles, another may find unfinished
+_compiling = RLock()
 
 
 class PreparedLaunch:
@@ -88,7 +91,7 @@ class PreparedLaunch:
         """Launch through Triton, which compiles; keep the compiled kernel for the next time."""
         device = device_of(tensors)
         arguments = self.first_arguments(tensors)
-        with on_device(device):
+        with _compiling, on_device(device):
             compiled = self.kernel[self.grid](*arguments, *self.constants, **self.options)
         if compiled is None:  # Triton interprets
             return
@@ -121,6 +124,7 @@ def compile_together(*launches: tuple[PreparedLaunch, tuple[Tensor | None, ...]]
     with (
         # what fails here fails again where it is launched, and that knows what to make of it
         suppress(Exception),
+        _compiling,
         on_device(device_of(new[0][1])),
         ThreadPoolExecutor(len(new)) as executor,
         AsyncCompileMode(executor, ignore_errors=True),
