@@ -139,7 +139,7 @@ def compile_kernel(session: nox.Session, triton: str) -> None:
     session.install("--no-deps", f"triton=={triton}", "numpy<2.4")
     tests = ["compile_only", "compile_only_hopper_forward", "compile_only_hopper_backward"]
     if triton == "3.6.0":  # tests-kernel interprets with the newest
-        tests += ["forward", "backward", "features"]
+        tests += ["forward", "backward"]
     session.run(
         "pytest",
         *(f"{KERNEL}/tests/test_{name}.py" for name in tests),
