@@ -96,6 +96,28 @@ def test_held_out_files_are_every_20th_and_in_no_training_token(workdir, capsys)
     assert "--held-out takes every 20th file, there are only 19" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("out", "held_out"),
+    [
+        ("t.bin", "t.bin"),
+        ("t.bin", "folder/../t.bin"),
+        ("t.bin", "t.tokenizer.json"),
+        ("shards", "shards/shard-00000.bin"),
+        ("shards/all", "shards"),
+    ],
+)
+def test_held_out_tokens_never_go_where_the_training_tokens_go(workdir, capsys, out, held_out):
+    (workdir / "folder").mkdir()
+    for i in range(20):
+        (workdir / "folder" / f"{i:02}.txt").write_bytes(b"abc")
+    shards = ["--shard-tokens", "10"] if out.startswith("shards") else []
+    arguments = ["--vocab-size", "257", "--out", out, "--held-out", held_out, *shards]
+    assert main(["prepare", "folder", *arguments]) == 2
+    expected = f"--held-out {held_out} is where --out {out} goes; name another"
+    assert expected in capsys.readouterr().err
+    assert [path.name for path in workdir.iterdir()] == ["folder"], "nothing was written"
+
+
 def test_prompt_may_be_empty(trained, capsys):
     capsys.readouterr()
     arguments = ["--checkpoint", trained, "--max-new-tokens", "0", *CPU]

@@ -29,6 +29,7 @@ def prepare(options: PrepareOptions) -> None:
     if options.max_bytes < 0:
         message = f"--max-bytes must be at least 1, got {options.max_bytes}"
         raise ConfigError(message)
+    _check_held_out(options)
     paths = options.sources or stdlib_sources(options.max_bytes or None)
     column = options.column or None
     sources, held_out = _split(find_sources(paths, column), options)
@@ -100,6 +101,17 @@ def attention(options: AttentionOptions) -> None:
     )
     explanation = explain(request, options.choice)
     print(json.dumps(explanation.to_dict()) if options.json else explanation.table())
+
+
+def _check_held_out(options: PrepareOptions) -> None:
+    """Refuse a --held-out that would overwrite what --out gets."""
+    if not options.held_out:
+        return
+    out, held_out = Path(options.out).resolve(), Path(options.held_out).resolve()
+    # shards lie with their tokenizer inside `out`, a token file has it beside itself
+    if held_out in (out, *out.parents, tokenizer_path(out)) or out in held_out.parents:
+        message = f"--held-out {options.held_out} is where --out {options.out} goes; name another"
+        raise ConfigError(message)
 
 
 def _split(sources: list[Path], options: PrepareOptions) -> tuple[list[Path], list[Path]]:
