@@ -12,6 +12,8 @@ from tiny_llm import run_summary
 from tiny_llm.cli import COMMANDS, main, parse
 
 README = Path(__file__).parents[1] / "README.md"
+ROOT = README.parents[2]
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 
 
 def test_readme_examples_run(tmp_path, monkeypatch):
@@ -22,11 +24,18 @@ def test_readme_examples_run(tmp_path, monkeypatch):
 
 
 def test_readme_shows_the_run_whose_files_are_committed():
-    folder = README.parents[2] / "results" / "nvidia-h200" / "tiny-llm"
+    folder = ROOT / "results" / "nvidia-h200" / "tiny-llm"
     if not folder.is_dir():
         pytest.skip("there is no such run here")
     text = README.read_text()
     assert run_summary.replaced(text, run_summary.summary(folder, README)) == text
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_files_and_folders_that_a_readme_links_to_exist(readme):
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", readme.read_text())
+    assert links
+    assert [link for link in links if not (readme.parent / link).exists()] == []
 
 
 def commands_in(text):
