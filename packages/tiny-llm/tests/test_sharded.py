@@ -104,6 +104,16 @@ def test_full_disk_keeps_the_shards_before(run, saved):
     load_checkpoint(saved).build_model(device="cpu")
 
 
+def test_shards_whose_checkpoint_cannot_be_written_are_removed(run, saved):
+    temporary = saved.with_name(".checkpoint.pt.tmp")
+    temporary.mkdir()  # no file can be opened under this name
+    with pytest.raises(FileError, match=r"cannot write .*checkpoint\.pt: Is a directory"):
+        run[2](saved, 9)
+    temporary.rmdir()
+    assert folders(saved) == ["checkpoint.pt.shards-8"]
+    assert load_checkpoint(saved).step == 8
+
+
 def shard_of(path):
     (file,) = path.with_name("checkpoint.pt.shards-8").glob("*.safetensors")
     return file

@@ -1,5 +1,6 @@
 """Saving a checkpoint: never one half written, and never the loss of the one before."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from tiny_llm.checkpoint import FORMAT
 from tiny_llm.config import TrainingConfig
 from tiny_llm.distributed import SINGLE, Parallel
-from tiny_llm.errors import ConfigError
+from tiny_llm.errors import ConfigError, FileError
 from tiny_llm.files import atomic_write
 from tiny_llm.optimizer import state_by_name
 from tiny_llm.seal import seal
@@ -68,8 +69,14 @@ def save_checkpoint(
         content["model"] = bare.state_dict()
         content["optimizer"] = state_by_name(bare, optimizer)
     if parallel.is_main:
-        _write(path, content)
-        remove_shards(path, keep=content.get("shards"))
+        folder = content.get("shards")
+        try:
+            _write(path, content)
+        except FileError:
+            if folder is not None:  # no checkpoint names it
+                shutil.rmtree(path.with_name(folder), ignore_errors=True)
+            raise
+        remove_shards(path, keep=folder)
 
 
 def _in_shards(
