@@ -1,5 +1,6 @@
 """Checkpoints whose tensors lie in shards, here of a process group of one; see test_distributed."""
 
+import errno
 import resource
 import shutil
 
@@ -7,11 +8,13 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from tiny_llm import sharded
 from tiny_llm.checkpoint import load_checkpoint
 from tiny_llm.distributed import SINGLE, Parallel
 from tiny_llm.errors import FileError, FormatError
 from tiny_llm.optimizer import build_optimizer
 from tiny_llm.saving import save_checkpoint
+from tiny_llm.seal import seal
 from tiny_llm.training import train_steps
 from tiny_llm.transformer import Transformer
 
@@ -136,6 +139,56 @@ def test_truncated_shard_is_refused(saved):
 def test_missing_shards_are_refused(saved):
     shutil.rmtree(shard_of(saved).parent)
     with pytest.raises(FormatError, match=r"checkpoint shard .*safetensors is missing"):
+        load_checkpoint(saved)
+
+
+def test_shard_that_one_process_cannot_read_is_refused_in_all(saved):
+    """The other process, which reads no shard here, hears of it and does not wait for ever."""
+    file = shard_of(saved)
+    file.unlink()
+    file.mkdir()  # cannot be read
+    with pytest.raises(FileError, match=r"cannot read .*shards-8: Is a directory"):
+        load_checkpoint(saved)
+    heard = []
+
+    class Rank(Parallel):
+        def gathered(self, value):
+            heard.append(value)
+            return [heard[0], value]
+
+    for rank in range(2):
+        with pytest.raises(FileError, match=r"cannot read .*shards-8: Is a directory"):
+            load_checkpoint(saved, Rank("fsdp", rank, 2))
+    assert heard[1] == {}
+
+
+def test_shards_that_cannot_be_read_back_are_removed(run, saved, monkeypatch):
+    def fails(file, length):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sharded, "crc32_of", fails)
+    with pytest.raises(FileError, match=r"cannot read .*shards-9: Input/output error"):
+        run[2](saved, 9)
+    monkeypatch.undo()
+    assert folders(saved) == ["checkpoint.pt.shards-8"]
+    assert load_checkpoint(saved).step == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shards": "elsewhere/shards"}, "is not complete: Invalid name 'elsewhere/shards'"),
+        ({"shard_checksums": None}, "is not complete: 'NoneType' object is not iterable"),
+        ({"shard_checksums": ...}, "is not complete: 'shard_checksums'"),
+    ],
+)
+def test_checkpoint_that_does_not_say_where_its_shards_are_is_refused(saved, changes, message):
+    content = torch.load(saved, weights_only=True) | changes
+    kept = {name: value for name, value in content.items() if value is not ...}
+    torch.save(kept, saved)
+    with saved.open("r+b") as file:
+        seal(file)
+    with pytest.raises(FormatError, match=message):
         load_checkpoint(saved)
 
 

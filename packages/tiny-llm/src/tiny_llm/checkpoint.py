@@ -14,7 +14,7 @@ torch's generators is kept too.
 """
 
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,14 @@ from tiny_llm.optimizer import (
     load_state_by_name,
 )
 from tiny_llm.seal import verify_seal
-from tiny_llm.sharded import MODEL, OPTIMIZER, load_shards, verify_shards, weights_of
+from tiny_llm.sharded import (
+    MODEL,
+    OPTIMIZER,
+    Checksums,
+    load_shards,
+    verify_shards,
+    weights_of,
+)
 from tiny_llm.training import build_scaler
 from tiny_llm.transformer import Transformer
 
@@ -57,6 +64,7 @@ class Checkpoint:
         rng_state: The state of torch's generators, by device.
         attention: The backend that ran in each layer, if that was recorded.
         shards: The folder of the tensors, if they are not in the file.
+        shard_checksums: The CRC-32 of each file in `shards`.
     """
 
     path: Path
@@ -70,6 +78,7 @@ class Checkpoint:
     rng_state: dict[str, Tensor]
     attention: tuple[str, ...]
     shards: Path | None = None
+    shard_checksums: Checksums = field(default_factory=dict)
 
     def build_model(
         self,
@@ -160,7 +169,7 @@ def load_checkpoint(run: str | Path, parallel: Parallel = SINGLE) -> Checkpoint:
         parallel: The processes that load it together; each then verifies some of its shards.
 
     Raises:
-        FileError: There is none, or it cannot be read.
+        FileError: There is none, or it or a shard cannot be read.
         FormatError: It is foreign or damaged.
     """
     path = checkpoint_path(run)
@@ -178,7 +187,7 @@ def load_checkpoint(run: str | Path, parallel: Parallel = SINGLE) -> Checkpoint:
         raise FormatError(message) from error
     checkpoint = _parse(path, content)
     if checkpoint.shards is not None:
-        verify_shards(checkpoint.shards, content["shard_checksums"], parallel)
+        verify_shards(checkpoint.shards, checkpoint.shard_checksums, parallel)
     return checkpoint
 
 
@@ -199,7 +208,8 @@ def _parse(path: Path, content: Any) -> Checkpoint:
             rng_state=content["rng"],
             attention=tuple(content["attention"]),
             shards=path.with_name(content["shards"]) if "shards" in content else None,
+            shard_checksums=dict(content["shard_checksums"]) if "shards" in content else {},
         )
-    except (KeyError, TypeError, ConfigError) as error:
+    except (KeyError, TypeError, ValueError) as error:  # a ConfigError is a ValueError
         message = f"checkpoint {path} is not complete: {error}"
         raise FormatError(message) from error

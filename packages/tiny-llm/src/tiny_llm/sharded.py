@@ -38,24 +38,28 @@ def save_shards(
         The folder's name, and the CRC-32 of each of its files.
 
     Raises:
-        FileError: A process could not write its part, raised in all of them.
+        FileError: A process could not write its part or read it back, raised in all of them.
     """
     # whatever was saved before stays until a checkpoint names the new folder
     folder = path.with_name(parallel.gathered(_unused_name(path, step))[0])
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
         save(tensors, storage_writer=writer)
+        return folder.name, _checksums(folder, parallel)
+    except FileError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     except CheckpointException as error:
         shutil.rmtree(folder, ignore_errors=True)
         message = f"cannot write {folder}: {_cause(error)}"
         raise FileError(message) from error
-    return folder.name, _checksums(folder, parallel)
 
 
 def verify_shards(folder: Path, expected: Checksums, parallel: Parallel) -> None:
     """Check every file of a folder against its checksum, each process some of them.
 
     Raises:
+        FileError: A process could not read a file, raised in all of them.
         FormatError: A file is missing or damaged, raised in all processes.
     """
     found = _checksums(folder, parallel)
@@ -101,11 +105,25 @@ def _unused_name(path: Path, step: int) -> str:
 
 
 def _checksums(folder: Path, parallel: Parallel) -> Checksums:
+    """Return the CRC-32 of each file; what one process cannot read is raised in all of them."""
+    everyone: Checksums = {}
+    for part in parallel.gathered(_own_checksums(folder, parallel)):
+        if isinstance(part, FileError):
+            raise part
+        everyone |= part
+    return everyone
+
+
+def _own_checksums(folder: Path, parallel: Parallel) -> Checksums | FileError:
     own: Checksums = {}
-    for file in sorted(folder.glob("*.safetensors"))[parallel.rank :: parallel.world_size]:
-        with file.open("rb") as opened:
-            own[file.name] = crc32_of(opened, file.stat().st_size)
-    return {name: crc for part in parallel.gathered(own) for name, crc in part.items()}
+    try:
+        for file in sorted(folder.glob("*.safetensors"))[parallel.rank :: parallel.world_size]:
+            with file.open("rb") as opened:
+                own[file.name] = crc32_of(opened, file.stat().st_size)
+    except OSError as error:
+        # not raised here: the other processes wait for an answer
+        return FileError(f"cannot read {folder}: {reason_of(error)}")
+    return own
 
 
 def _cause(error: BaseException) -> str:
