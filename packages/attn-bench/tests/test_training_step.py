@@ -1,4 +1,5 @@
 import json
+import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,40 @@ def test_a_peers_weights_are_trained(tmp_path: Path) -> None:
         peer.step.run(tokens)
     assert peer.losses == sorted(peer.losses, reverse=True)
     assert peer.losses[0] == pytest.approx(5.7, abs=0.5)  # ln 257 = 5.5 is a blind guess
+
+
+def test_a_peer_that_makes_no_model_is_a_row_and_the_others_go_on(tmp_path: Path) -> None:
+    peer, saved = tmp_path / "broken.py", tmp_path / "steps.jsonl"
+    peer.write_text("def make_model(seq_len, vocab_size):\n    raise RuntimeError('no weights')\n")
+    run = ["--backend", "eager", "--peer", str(peer), "--steps", "2", "--device", "cpu"]
+    assert main(["train-step", *SMALL, *run, "--save", str(saved)]) == 1
+    ours, failed = read_results(saved).rows
+    assert (ours.provider, ours.state) == ("eager", "ok")
+    assert (failed.provider, failed.state) == ("broken", "error")
+    assert failed.detail == "RuntimeError: no weights"
+    assert failed.median_ms is None
+
+
+def test_peers_and_backends_of_one_name_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a/gpt.py", "b/gpt.py", "b/sdpa.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(PEER)
+    for names in (("a/gpt.py", "b/gpt.py"), ("b/sdpa.py",)):
+        files = [str(tmp_path / name) for name in names]
+        assert main(["train-step", *SMALL, "--device", "cpu", "--peer", *files]) == 2
+        expected = f"--peer {files[-1]} would share the name {Path(files[-1]).stem!r}"
+        assert expected in capsys.readouterr().err
+
+
+def test_a_peer_imports_what_lies_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_peer.py").write_text(PEER)
+    file, path = tmp_path / "tinypeer.py", list(sys.path)
+    file.write_text("from beside_the_peer import make_model\n")
+    _, prepare = load_peer(file)
+    assert prepare(SHAPE, 16, torch.device("cpu")).model.get_parameter("head.bias").shape == (257,)
+    assert sys.path == path
 
 
 def test_a_file_that_makes_no_model_is_no_peer(tmp_path: Path) -> None:

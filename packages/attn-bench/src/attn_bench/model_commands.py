@@ -10,7 +10,7 @@ from attn_bench.decoding import DecodingShape, time_decoding
 from attn_bench.environment import describe_environment, one_thread, pick_device, summarize
 from attn_bench.errors import InputError
 from attn_bench.model_tables import decoding_table, step_table
-from attn_bench.peer_step import load_peer
+from attn_bench.peer_step import load_peers
 from attn_bench.results import exit_status, saving
 from attn_bench.roofline import describe_ceilings, measure_ceilings
 from attn_bench.step_shape import StepShape
@@ -26,6 +26,7 @@ def run_train_step(arguments: Namespace) -> int:
     """Time training steps by attention backend; 1 if the losses differ."""
     device = pick_device(arguments.device)
     try:
+        peers = load_peers(arguments.peer, arguments.backend)
         model, name = model_of(arguments)
         batch = arguments.batch or (None if arguments.tokens else DEFAULT_BATCH)
         shape = StepShape(
@@ -42,7 +43,6 @@ def run_train_step(arguments: Namespace) -> int:
             environment = describe_environment(device)
             print(f"train-step on {summarize(environment)}\n{shape}\n", flush=True)
             with saving(arguments.save, environment) as save:
-                peers = dict(map(load_peer, arguments.peer))
                 found = time_training(shape, arguments.seqlen, arguments.backend, device, peers)
                 for each in found:
                     save(each.row)

@@ -2,17 +2,23 @@
 
 The model comes from a file that the user names, such as this one for nanoGPT:
 
-    from model import GPT, GPTConfig
+    from model import GPT, GPTConfig  # nanoGPT's model.py, beside this file
+
+    class LossOnly(GPT):
+        def forward(self, tokens, targets):
+            logits, loss = super().forward(tokens, targets)
+            return loss
 
     def make_model(seq_len, vocab_size):
-        gpt = GPT(GPTConfig(block_size=seq_len, vocab_size=vocab_size, bias=False))
-        return LossOnly(gpt)  # its forward(tokens, targets) returns (logits, loss)
+        return LossOnly(GPTConfig(block_size=seq_len, vocab_size=vocab_size, bias=False))
 
 All around the model is the same for both: tokens, autocast, torch.compile, clipping, fused AdamW.
 """
 
 import importlib.util
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -30,8 +36,27 @@ from tiny_llm.optimizer import build_optimizer
 MakeModel = Callable[[int, int], nn.Module]
 
 
+def load_peers(paths: Sequence[Path], backends: Sequence[str]) -> dict[str, Prepare]:
+    """Return what prepares each file's model, by the file's name.
+
+    Raises:
+        InputError: if a file is no peer, or is called like another one or like a backend.
+    """
+    peers: dict[str, Prepare] = {}
+    for path in paths:
+        name, prepare = load_peer(path)
+        if name in peers or name in backends:
+            msg = f"--peer {path} would share the name {name!r} in the results; rename the file."
+            raise InputError(msg)
+        peers[name] = prepare
+    return peers
+
+
 def load_peer(path: Path) -> tuple[str, Prepare]:
     """Return the name of the file, and what prepares the model that it makes.
+
+    At its top the file can import what lies beside it.  Python keeps one module of a name: peers
+    that each bring their own `model.py` need a run each.
 
     Raises:
         InputError: if the file cannot be read or defines no `make_model`.
@@ -41,11 +66,24 @@ def load_peer(path: Path) -> tuple[str, Prepare]:
         msg = f"--peer takes a file of Python code, got {path}."
         raise InputError(msg)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _importable(path.parent):
+        spec.loader.exec_module(module)
     if not callable(getattr(module, "make_model", None)):
         msg = f"{path} must define make_model(seq_len, vocab_size)."
         raise InputError(msg)
     return path.stem, partial(prepare_peer, make_model=module.make_model)
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let imports find the modules in a folder, first of all, as Python does for a script."""
+    entry = str(folder.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # the file may have changed the path, and that stays
+            sys.path.remove(entry)
 
 
 def prepare_peer(

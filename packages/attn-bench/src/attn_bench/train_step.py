@@ -85,7 +85,13 @@ def time_training(
     device: torch.device,
     peers: Mapping[str, Prepare] | None = None,
 ) -> list[Step]:
-    """Time every backend and peer at every length; the first backend predicts the others."""
+    """Time every backend and peer at every length; the first backend predicts the others.
+
+    Raises:
+        UnknownAttentionError, MissingExtraError: There is no such backend, or not here.
+    """
+    for name in backends:
+        attention.get(name)  # a name that is not known is a mistake and no row
     clock = Clock(device, hides_launch=False)
     found: list[Step] = []
     prepares = {name: partial(_prepare, backend=name) for name in backends} | dict(peers or {})
@@ -139,7 +145,12 @@ def _time_length(
     def fail(name: str, error: Exception) -> None:
         failures[name] = failure_state(error), one_line(error)
 
-    models = {name: prepare(shape, seqlen, device) for name, prepare in prepares.items()}
+    models: dict[str, Trained] = {}
+    for name, prepare in prepares.items():
+        try:
+            models[name] = prepare(shape, seqlen, device)
+        except Exception as error:  # a peer is foreign code, and its failure is a result
+            fail(name, error)
     first_ms = {name: _warm_up(name, each, device, fail) for name, each in models.items()}
     count = max(shape.steps, ROUNDS)
     budget = Budget(seconds=0.0, least=count, most=count)
@@ -153,15 +164,17 @@ def _time_length(
     with torch.compiler.set_stance("fail_on_recompile" if shape.is_compiled else "default"):
         timings = timed({name: each.step for name, each in models.items()})
     steps = []
-    for name, each in models.items():
+    for name in prepares:
         row = Row(SUITE, name, shape.case(seqlen), "ok", is_performance=device.type == "cuda")
-        row = replace(row, semantics=_semantics(shape, each), first_call_ms=first_ms[name])
-        if name not in failures:
+        each = models.get(name)
+        if each:
+            row = replace(row, semantics=_semantics(shape, each), first_call_ms=first_ms[name])
+        if each and name not in failures:
             try:
                 row = replace(with_times(row, timings[name]), peak_mib=_peak_mib(each, device))
             except Exception as error:
                 fail(name, error)
-        if name in failures:
+        if not each or name in failures:
             steps.append(Step(row.failed(*failures[name]), None, ()))
             continue
         attention_ms = attentions[name].median_ms if name in attentions else None
