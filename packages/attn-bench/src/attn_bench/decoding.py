@@ -17,7 +17,7 @@ from attn_bench.case import DTYPES, Case
 from attn_bench.failures import failure_state, one_line
 from attn_bench.results import Row
 from attn_bench.timing import ROUNDS, Budget, Clock, time_interleaved, wall_milliseconds
-from attn_bench.train_step import with_times
+from attn_bench.train_step import timed_row
 from attn_bench.workload import Workload
 from tiny_llm.cache import KVCache
 from tiny_llm.config import ModelConfig
@@ -159,9 +159,7 @@ def _time_shape(
     count = max(shape.steps, ROUNDS)
     workloads = {name: each.workload() for name, each in running.items()}
     timings = time_interleaved(workloads, clock, Budget(seconds=0.0, least=count, most=count), fail)
-    return [
-        with_times(row, timings[name]) if name in timings else row for name, row in rows.items()
-    ]
+    return [timed_row(row, timings[name]) if name in timings else row for name, row in rows.items()]
 
 
 def _with_attention(model: Transformer, backend: str) -> Transformer:

@@ -19,6 +19,7 @@ from attn_bench.failures import failure_state, one_line
 from attn_bench.providers import Provider, pick_providers
 from attn_bench.results import Row, exit_status, saving
 from attn_bench.runner import Ready, check_provider
+from attn_bench.stability import with_times
 from attn_bench.suites import FLASH_ATTENTION
 from attn_bench.timing import Budget, Clock, time_interleaved
 from attn_bench.workload import Workload, make_inputs, make_workload
@@ -86,15 +87,7 @@ def measure_overhead(
                 error = failed[row.provider]
                 row = row.failed(failure_state(error), f"while timed: {one_line(error)}")
             elif row.provider in timings:
-                timing = timings[row.provider]
-                row = replace(
-                    row,
-                    median_ms=timing.median_ms,
-                    p20_ms=timing.p20_ms,
-                    p80_ms=timing.p80_ms,
-                    repetitions=timing.repetitions,
-                    samples_ms=timing.samples,
-                )
+                row = with_times(row, timings[row.provider])
             yield row
 
 

@@ -23,7 +23,7 @@ from attn_bench.roofline import (
     tflops,
     unmasked_flops,
 )
-from attn_bench.stability import with_stability
+from attn_bench.stability import with_stability, with_times
 from attn_bench.timing import Budget, Clock, peak_mib, time_interleaved, wall_milliseconds
 from attn_bench.truth import Tensors
 from attn_bench.workload import Inputs, Workload, gradients, make_inputs, make_workload
@@ -235,14 +235,9 @@ def time_case(
             fail(name, error)
             continue
         rows[name] = replace(
-            with_stability(rows[name], timing.drift, weather),
-            median_ms=timing.median_ms,
-            p20_ms=timing.p20_ms,
-            p80_ms=timing.p80_ms,
+            with_times(with_stability(rows[name], timing.drift, weather), timing),
             peak_mib=peak,
             predicted_mib=predicted_mib(case, ready[name].provider),
-            repetitions=timing.repetitions,
-            samples_ms=timing.samples,
             note=rows[name].note or ("the launch is part of its time" if timing.has_launch else ""),
         )
         if case.mode == "fwd" and rows[name].is_performance and timing.median_ms < SHORT_MS:

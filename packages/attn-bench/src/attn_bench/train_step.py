@@ -17,7 +17,7 @@ from tqdm import tqdm
 from attn_bench.case import DTYPES
 from attn_bench.failures import failure_state, one_line
 from attn_bench.results import Row
-from attn_bench.stability import with_stability
+from attn_bench.stability import with_stability, with_times
 from attn_bench.step_shape import StepShape
 from attn_bench.timing import (
     MIB,
@@ -171,7 +171,7 @@ def _time_length(
             row = replace(row, semantics=_semantics(shape, each), first_call_ms=first_ms[name])
         if each and name not in failures:
             try:
-                row = replace(with_times(row, timings[name]), peak_mib=_peak_mib(each, device))
+                row = replace(timed_row(row, timings[name]), peak_mib=_peak_mib(each, device))
             except Exception as error:
                 fail(name, error)
         if not each or name in failures:
@@ -200,16 +200,9 @@ def _warm_up(
     return first_ms
 
 
-def with_times(row: Row, timing: Timing) -> Row:
-    """Return the row with its times."""
-    return replace(
-        with_stability(row, timing.drift, None),
-        median_ms=timing.median_ms,
-        p20_ms=timing.p20_ms,
-        p80_ms=timing.p80_ms,
-        repetitions=timing.repetitions,
-        samples_ms=timing.samples,
-    )
+def timed_row(row: Row, timing: Timing) -> Row:
+    """Return the row with its times, ``unstable`` if they drifted; no gauge is read meanwhile."""
+    return with_times(with_stability(row, timing.drift, None), timing)
 
 
 def _semantics(shape: StepShape, trained: Trained) -> dict[str, str | int | bool]:
