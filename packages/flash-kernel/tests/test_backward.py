@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from portable_launches import launch_backward
 
 from flash_kernel import flash_attention
 from flash_kernel._triton.config import BlockConfig, KernelConfigs
-from flash_kernel._triton.launch_backward import launch_backward
 from flash_kernel.backward import flash_attention_backward, flash_attention_backward_compiled
 from flash_kernel.reference import attention_reference
 from flash_kernel.testing import assert_matches_reference, make_qkv

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import triton
+from portable_launches import launch_forward
 
 from flash_kernel import flash_attention
 from flash_kernel._triton import launch, launch_decode
@@ -28,7 +29,7 @@ def same_config(config: BlockConfig) -> KernelConfigs:
 def forward(q, k, v, *, is_causal=False, **options):
     """The kernel on ``[B, H, n, d]`` with options that the public function decides itself."""
     variant = Variant(q.shape[-1] ** -0.5, right=0 if is_causal else None)
-    return launch.launch_forward(q, k, v, variant, **options)
+    return launch_forward(q, k, v, variant, **options)
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from portable_launches import launch_backward, launch_forward
 
 from flash_kernel import (
     attention_reference,
@@ -16,9 +17,7 @@ from flash_kernel import (
     flash_attention_varlen,
     merge_attention,
 )
-from flash_kernel._triton import launch
 from flash_kernel._triton.config import FLOAT32, HALF_PRECISION
-from flash_kernel._triton.launch_backward import launch_backward
 from flash_kernel.backward import flash_attention_backward, flash_attention_backward_compiled
 from flash_kernel.testing import assert_matches_reference, make_qkv
 from flash_kernel.variant import PLAIN, Modifiers, Variant
@@ -170,7 +169,7 @@ def test_every_gradient_is_right_for_views_beyond_2_31_elements():
     wide = storage.as_strided((1, heads, seqlen, head_dim), (0, head_dim, apart, 1))
     q, k, v = draw(1, heads, seqlen, head_dim, dtype=torch.float16)
     variant = Variant(0.125, right=0)
-    o, lse = launch.launch_forward(q, k, v, variant)
+    o, lse = launch_forward(q, k, v, variant)
     small = {"q": q, "k": k, "v": v, "o": o, "do": torch.randn_like(o)}
     order = ("q", "k", "v", "o", "do")
 
@@ -232,12 +231,14 @@ def test_sanitizer_finds_nothing(tool):
         pytest.skip("compute-sanitizer is not installed")
     script = """
 import torch
-from flash_kernel._triton.launch import launch_forward
-from flash_kernel._triton.launch_backward import launch_backward
+from flash_kernel._triton.launch import prepare_forward
+from flash_kernel._triton.launch_backward import prepare_backward
 from flash_kernel.variant import Variant
 q, k, v = (torch.randn(1, 2, n, 40, device="cuda", dtype=torch.float16) for n in (70, 130, 130))
-o, lse = launch_forward(q, k, v, Variant(0.2, right=0), use_descriptors=False)
-launch_backward(q, k, v, o, lse, o, None, Variant(0.2, right=0), use_descriptors=False)
+variant = Variant(0.2, right=0)
+o, lse = prepare_forward(q, k, v, variant, use_descriptors=False)(q, k, v)
+backward = prepare_backward(q, k, v, o, o, variant, has_dlse=False, use_descriptors=False)
+backward(q, k, v, o, lse, o, None)
 torch.cuda.synchronize()
 """
     command = [sanitizer, "--tool", tool, "--error-exitcode", "7", sys.executable, "-c", script]
@@ -305,7 +306,7 @@ def test_nothing_is_read_or_written_out_of_bounds(
         q, k, v = map(placed, inputs)
         do = placed(inputs[0])
         variant = Variant(head_dim**-0.5, right=right)
-        o, lse = launch.launch_forward(q, k, v, variant, use_descriptors=use_descriptors)
+        o, lse = launch_forward(q, k, v, variant, use_descriptors=use_descriptors)
         gradients = launch_backward(
             q, k, v, o, lse, do, None, variant, use_descriptors=use_descriptors
         )
@@ -337,7 +338,7 @@ def test_two_backwards_agree(name, compiled):
     chosen = Modifiers(**{x: modifiers[x] for x in present}) if present else PLAIN
     q, k, v = make_qkv(2, 4, 700, 900, 64, dtype=torch.float32, device="cuda")
     k, v = k[:, :2].contiguous(), v[:, :2].contiguous()
-    o, lse = launch.launch_forward(q, k, v, variant, chosen)
+    o, lse = launch_forward(q, k, v, variant, chosen)
     do, dlse = torch.randn_like(o), torch.randn_like(lse)
     ours = launch_backward(q, k, v, o, lse, do, dlse, variant, chosen)
     dense = flash_attention_backward_compiled if compiled else flash_attention_backward
@@ -361,7 +362,7 @@ class ByConfigs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, configs):
         ctx.configs, ctx.variant = configs, Variant(q.shape[-1] ** -0.5, right=0)
-        o, lse = launch.launch_forward(q, k, v, ctx.variant, configs=configs)
+        o, lse = launch_forward(q, k, v, ctx.variant, configs=configs)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.mark_non_differentiable(lse)
         return o, lse

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from portable_launches import launch_forward
 
 from flash_kernel import attention_reference, calls, flash_attention, flash_attention_varlen
 from flash_kernel._triton import launch
@@ -222,7 +223,7 @@ def test_every_tile_size_gives_the_same_values(device):
     for config in (BlockConfig(16, 32), BlockConfig(32, 16)):
         configs = KernelConfigs(config, config, config)
         variant = Variant(16**-0.5, right=0)
-        o, lse = launch.launch_forward(*views, variant, packing=packing, configs=configs)
+        o, lse = launch_forward(*views, variant, packing=packing, configs=configs)
         got = o[0].transpose(0, 1).double(), lse[0].double()
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 

@@ -191,24 +191,26 @@ def _backward_by_kernels(
         dq, dk, dv = (shaped(dx, x.shape) for dx, x in zip(got[:3], (q, k, v), strict=True))
         return got._replace(dq=dq, dk=dk, dv=dv)
     backward = call.launch(
-        backward_key((q, k, v, o, do, *modifiers), dlse),
+        backward_key((q, k, v, o, do), modifiers, dlse),
         lambda: _prepared_backward(call, q, k, v, o, do, modifiers, has_dlse=dlse is not None),
     )
     gradients: Gradients = backward(q, k, v, o, lse, do, dlse, (*modifiers, None, None))
     return gradients
 
 
-def backward_key(tensors: tuple[Tensor | None, ...], dlse: Tensor | None) -> tuple[Hashable, ...]:
+def backward_key(
+    tensors: tuple[Tensor, ...], modifiers: Modifiers, dlse: Tensor | None
+) -> tuple[Hashable, ...]:
     """Return what a prepared backward depends on beside the call that it belongs to.
 
-    ``tensors`` are all that it reads but lse and dlse, q the first, as they are handed to it.  The
-    gradient's layout is autograd's choice, and hooks may have laid out anew what was saved.
+    ``tensors`` are q, k, v, o and do, ``modifiers`` as the kernels take them.  The gradient's
+    layout is autograd's choice, and hooks may have laid out anew what was saved.
     """
     layouts = [
-        None if x is None else (x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0) for x in tensors
+        None if x is None else (x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
+        for x in (*tensors, *modifiers)
     ]
-    q = tensors[0]
-    return ("backward", *layouts, dlse is None, q is not None and float32_precision(q.dtype))
+    return ("backward", *layouts, dlse is None, float32_precision(tensors[0].dtype))
 
 
 def _prepared_backward(

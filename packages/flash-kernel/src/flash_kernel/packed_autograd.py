@@ -179,7 +179,7 @@ def run_packed_backward(
 
         by_batch = by_sequence(modifiers, packing.num_sequences, q.shape[1])
         backward = call.launch(
-            backward_key((q, k, v, o, do, *by_batch), dlse),
+            backward_key((q, k, v, o, do), by_batch, dlse),
             lambda: prepare_backward(
                 q, k, v, o, do, call.variant, by_batch, packing.num_sequences,
                 has_dlse=dlse is not None, view=as_one_batch,

@@ -35,7 +35,7 @@ from flash_kernel._triton.prepared import (
     is_aligned,
     is_interpreted,
 )
-from flash_kernel.variant import PLAIN, Modifiers, Packing, Variant
+from flash_kernel.variant import PLAIN, Modifiers, Variant
 
 LOG2_E = math.log2(math.e)
 SMALLEST_FACTOR = torch.finfo(torch.float32).tiny
@@ -85,25 +85,6 @@ class Forward:
         return o, lse
 
 
-def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    variant: Variant,
-    modifiers: Modifiers = PLAIN,
-    packing: Packing | None = None,
-    *,
-    configs: KernelConfigs | None = None,
-    use_descriptors: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return ``o`` and ``lse`` of `prepare_forward`, prepared for this once."""
-    num_sequences, ends = sequence_ends(packing)
-    forward = prepare_forward(
-        q, k, v, variant, modifiers, num_sequences, configs=configs, use_descriptors=use_descriptors
-    )
-    return forward(q, k, v, (*modifiers, *ends))
-
-
 def prepare_forward(
     q: Tensor,
     k: Tensor,
@@ -135,13 +116,6 @@ def prepare_forward(
     options = Options(variant, precision, configs, use_descriptors, num_sequences, view)
     launch = forward_launch(view(q), view(k), view(v), view(o), modifiers, options)
     return Forward((launch,), o_like, lse)
-
-
-def sequence_ends(packing: Packing | None) -> tuple[int | None, tuple[Tensor | None, ...]]:
-    """Return how many sequences are packed, and the two tensors that say where they end."""
-    if packing is None:
-        return None, (None, None)
-    return packing.num_sequences, packing[:2]
 
 
 def tile_grid(

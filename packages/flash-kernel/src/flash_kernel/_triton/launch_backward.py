@@ -21,14 +21,13 @@ from flash_kernel._triton.launch import (
     default_configs,
     kernel_spec,
     prepare,
-    sequence_ends,
     tile_grid,
     window_scalars,
 )
 from flash_kernel._triton.prepared import PreparedLaunch, View, as_it_is, blank, compile_together
 from flash_kernel._triton.row_statistics import flash_attention_row_statistics_kernel
 from flash_kernel.gradients import Gradients, sink_gradient
-from flash_kernel.variant import PLAIN, Modifiers, Packing, Variant
+from flash_kernel.variant import PLAIN, Modifiers, Variant
 
 STATISTICS_CONFIG = BlockConfig(block_m=STATISTICS_BLOCK_M)
 
@@ -74,33 +73,6 @@ class Backward:
         if sinks is not None:
             dsinks = sink_gradient(sinks, *statistics.unbind(2))
         return Gradients(dq, dk, dv, None, dsinks)
-
-
-def launch_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    dlse: Tensor | None,
-    variant: Variant,
-    modifiers: Modifiers = PLAIN,
-    packing: Packing | None = None,
-    *,
-    configs: KernelConfigs | None = None,
-    use_descriptors: bool | None = None,
-) -> Gradients:
-    """Return ``dq``, ``dk``, ``dv`` and ``dsinks`` of `prepare_backward`, prepared for this once.
-
-    ``dlse [B, H, M]`` is the gradient of the loss with respect to lse, None for zero.
-    """
-    num_sequences, ends = sequence_ends(packing)
-    backward = prepare_backward(
-        q, k, v, o, do, variant, modifiers, num_sequences, has_dlse=dlse is not None,
-        configs=configs, use_descriptors=use_descriptors,
-    )  # fmt: skip
-    return backward(q, k, v, o, lse, do, dlse, (*modifiers, *ends))
 
 
 def prepare_backward(
