@@ -9,7 +9,7 @@ from attn_bench.case import Case
 from attn_bench.cli import main
 from attn_bench.overhead import CALLS, HostClock, measure_overhead, overhead_table
 from attn_bench.providers import Provider
-from attn_bench.results import read_results
+from attn_bench.results import Row, read_results
 from attn_bench.suites import FLASH_ATTENTION
 from attn_bench.timing import Budget
 from attn_bench.workload import Workload
@@ -74,6 +74,11 @@ def test_command_saves_what_it_prints(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     for row in saved:
         assert f"{row.median_ms * 1e3:.1f}" in printed
+
+
+def test_table_keeps_the_digits_of_a_round_time():
+    row = Row("overhead", "sdpa", TINY, "ok", median_ms=0.05, p20_ms=0.0484, p80_ms=0.0512)
+    assert overhead_table([row]).splitlines()[-1].split()[2:5] == ["50.0", "48.4", "51.2"]
 
 
 def test_unknown_providers_are_named(capsys):

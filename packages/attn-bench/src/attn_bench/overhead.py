@@ -104,4 +104,7 @@ def overhead_table(rows: Sequence[Row]) -> str:
         ]
         for row in rows
     ]
-    return tabulate(lines, ["provider", "mode", "median us", "p20", "p80", "state"], missingval="-")
+    headers = ["provider", "mode", "median us", "p20", "p80", "state"]
+    sides = ("left", "left", "right", "right", "right", "left")
+    # tabulate would read the numbers, and write 50.0 as 50
+    return tabulate(lines, headers, missingval="-", disable_numparse=True, colalign=sides)
