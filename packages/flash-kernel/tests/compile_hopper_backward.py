@@ -1,12 +1,13 @@
 """Compile the Hopper backward for sm_90a, with no GPU; print what came out as a JSON line.
 
-    python compile_hopper_backward.py --head-dim 128 [--causal] [--fast]
+    python compile_hopper_backward.py --head-dim 128 [--causal] [--fast | --rotated]
 
 A script of its own, because a process in which Triton interprets cannot compile.
 """
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,10 +62,12 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--rotated", action="store_true")
     options = parser.parse_args()
     q = torch.empty(1, 1, 128, options.head_dim)
     variant = Variant(1.0, right=0 if options.causal else None)
     spec = specify(q, q, variant, is_deterministic=not options.fast)
+    spec = replace(spec, IS_ROTATED=options.rotated)
     # of the small kernels around it only that they compile is of interest
     for kernel in (flash_attention_backward_start_kernel, flash_attention_backward_end_kernel):
         compile_one(kernel, spec, BlockConfig(), TARGET, "bf16")

@@ -30,6 +30,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from flash_kernel._hopper import compat, primitives
+from flash_kernel._triton.config import PACKED_ROWS
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 
@@ -200,12 +201,27 @@ class Descriptor:
 
     def box(self, where):
         """Return the part of the array that a block covers, and the part of the block it fills."""
+        return self.clipped(where, self.block_shape, self.array.shape)
+
+    def clipped(self, where, block, ends):
         inside, filled = [], []
-        for start, size, extent in zip(where, self.block_shape, self.array.shape, strict=True):
-            first, last = max(int(start), 0), min(int(start) + size, extent)
+        for start, size, end in zip(where, block, ends, strict=True):
+            first, last = max(int(start), 0), min(int(start) + size, end)
             inside.append(slice(first, max(first, last)))
             filled.append(slice(first - int(start), max(first, last) - int(start)))
         return tuple(inside), tuple(filled)
+
+
+class PackedDescriptor(Descriptor):
+    """Packed sequences, each of which ends where the descriptor does; see `_triton.prepared`."""
+
+    def box(self, where):
+        pretended, end, head, row, col = (int(x) for x in where)
+        assert pretended == PACKED_ROWS, "the coordinate that moves the base"
+        _, heads, _, width = self.array.shape
+        at = (0, head, end - PACKED_ROWS + row, col)
+        inside, filled = self.clipped(at, self.block_shape[1:], (1, heads, end, width))
+        return inside, (slice(None), *filled)
 
 
 class Pointer:
@@ -593,6 +609,11 @@ class Simulator:
             values = np.broadcast_to(plain(value), index.shape)
             pointer.array[index[keep]] = values[keep]
 
+        def load(pointer, mask=None, other=0):
+            index = np.asarray(pointer.offset).astype(np.int64)
+            keep = np.broadcast_to(True if mask is None else plain(mask), index.shape)
+            return Value(np.where(keep, pointer.array[np.where(keep, index, 0)], other))
+
         def atomic_add(pointer, value, sem=None):
             old = pointer.array[int(pointer.offset)].copy()
             pointer.array[int(pointer.offset)] += plain(value)
@@ -621,7 +642,7 @@ class Simulator:
             program_id=lambda axis: Value(self.task.cta),
             num_programs=lambda axis: Value(self.grid),
             allocate_shared_memory=allocate,
-            load=lambda pointer: Value(pointer.array[int(pointer.offset)].copy()),
+            load=load,
             store=store,
             atomic_add=atomic_add,
             warp_specialize=self.warp_specialize,

@@ -214,19 +214,17 @@ def test_every_path_runs_where_torch_demands_determinism(impl, device):
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("layout", ["packed", "cache"])
-def test_hopper_takes_whole_tensors_only(layout):
+@pytest.mark.parametrize(("layout", "impl"), [("packed", "hopper"), ("cache", "triton")])
+def test_hopper_takes_packed_sequences_forward_alone_and_no_cache(layout, impl):
     assumed = request("cuda", seqlen_q=512, seqlen_k=512, is_assumed=True)
     assert dispatch.resolve(assumed, impl="auto", backward="auto")[:2] == ("hopper", "hopper")
     assumed = assumed._replace(layout=layout)
-    assert dispatch.resolve(assumed, impl="auto", backward="auto")[:2] == ("triton", "triton")
-    for option, refuse in (
-        ("impl", dispatch.refuse_impl(assumed, "hopper")),
-        ("backward", dispatch.refuse_backward(assumed, "triton", "hopper")),
-    ):
-        assert str(refuse).startswith(
-            f"{option}='hopper' takes dense tensors only, got the layout {layout!r}. Pass"
-        )
+    assert dispatch.resolve(assumed, impl="auto", backward="auto")[:2] == (impl, "triton")
+    refusal = dispatch.refuse_backward(assumed, "triton", "hopper")
+    message = f"='hopper' takes dense tensors only, got the layout {layout!r}. Pass"
+    assert str(refusal).startswith(f"backward{message}")
+    refusal = dispatch.refuse_impl(assumed, "hopper")
+    assert (refusal is None) == (impl == "hopper")
 
 
 def test_numpy_numbers_are_scales():

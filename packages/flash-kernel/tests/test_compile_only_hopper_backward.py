@@ -23,15 +23,21 @@ def compile_backward(*options):
 
 @pytest.mark.parametrize(
     ("head_dim", "options", "loops"),
-    [(64, ["--causal"], 2), (128, ["--causal"], 2), (128, ["--fast"], 1)],
-    ids=["64 causal", "128 causal", "128 full, fast"],
+    [
+        (64, ["--causal"], 2),
+        (64, ["--causal", "--rotated"], 2),
+        (128, ["--causal"], 2),
+        (128, ["--causal", "--rotated"], 2),
+        (128, ["--fast"], 1),
+    ],
+    ids=["64 causal", "64 rotated", "128 causal", "128 rotated", "128 full, fast"],
 )
 def test_exponentials_lie_under_a_product_and_registers_suffice(head_dim, options, loops):
     report = compile_backward("--head-dim", str(head_dim), *options)
     assert not report["serialized"], "the compiler ends each product before the next"
     # a loop, masked or not, in each of two warpgroups
     assert report["order"] == " ".join([STEPS[head_dim]] * 2 * loops)
-    assert report["spilled_bytes"] <= 64, report  # addresses and bounds of loops
+    assert report["spilled_bytes"] <= 96, report  # addresses and bounds of loops
     assert report["registers"] == 168, "Triton starts 3 warpgroups with 168 registers each"
     assert report["shared_bytes"] <= SHARED_BYTES
     assert report["opcodes"]["UTMALDG"] > 0, "q, k, v and do come by TMA"

@@ -30,7 +30,7 @@ def test_explain_needs_no_gpu_to_say_what_one_would_run():
         ({"trained": ["bias"]}, "triton", "dense", "backward='triton'"),
         ({"trained": ["alibi_slopes"]}, "reference", "autograd", "backward='dense'"),
         ({"window": (64, 0)}, "hopper", "hopper", "impl='mock'"),
-        ({"softcap": 30.0}, "triton", "triton", "impl='hopper'"),
+        ({"softcap": 30.0}, "hopper", "triton", "backward='hopper'"),
         ({"dtype": torch.float32}, "triton", "triton", "impl='hopper'"),
         ({"capability": 100}, "triton", "triton", "impl='hopper'"),
         ({"backward": "compiled"}, "hopper", "compiled", None),
@@ -64,6 +64,27 @@ def test_heads_of_few_rows_go_to_the_portable_kernels_unless_named(seqlen_q, seq
         assert explain(*shapes, impl="hopper").impl == "hopper"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "auto", "named"),
+    [(32, "triton", "hopper"), (40, "hopper", "hopper"), (80, "hopper", "hopper"),
+     (84, "triton", None), (96, "hopper", "hopper"), (192, "hopper", "hopper")],
+)  # fmt: skip
+def test_hopper_pads_heads_to_its_widths(head_dim, auto, named):
+    shapes = [(1, 8, 512, head_dim)] * 2
+    assert explain(*shapes).impl == auto
+    answer = explain(*shapes, impl="hopper")
+    assert answer.impl == named
+    if named is None:
+        assert "takes multiples of 8 up to 256 as `head_dim`, got 84" in str(answer)
+
+
+def test_packed_sequences_go_one_way_however_long_they_are_together():
+    for rows in (5, 100_000):
+        shapes = (rows, 8, 64), (rows, 2, 64)
+        answer = explain(*shapes, layout="packed")
+        assert (answer.impl, answer.backward) == ("hopper", "triton")
+
+
 def test_explain_reports_a_call_that_would_raise_with_its_message():
     answer = explain((1, 2, 8, 320), (1, 2, 8, 320), impl="triton")
     assert answer.impl is None
@@ -76,7 +97,7 @@ def test_explain_reports_a_call_that_would_raise_with_its_message():
 @pytest.mark.parametrize(
     ("wish", "chosen"),
     [
-        ({"layout": "packed"}, ("triton", "triton")),
+        ({"layout": "packed"}, ("hopper", "triton")),
         ({"layout": "packed", "capability": None}, ("torch", "autograd")),
         ({"layout": "packed", "capability": None, "return_lse": True}, ("reference", "autograd")),
         ({"layout": "cache"}, ("triton", None)),
@@ -95,7 +116,9 @@ def test_explain_answers_for_packed_sequences_and_caches(wish, chosen):
 def test_packed_sequences_may_be_longer_in_all_than_one_sequence_may_be():
     one = explain((1, 1, 3_000_000, 64), (1, 1, 99, 64))
     assert "a sequence must have at most 2097120 rows" in one.refusals["impl='triton'"]
-    assert explain((3_000_000, 1, 64), (99, 1, 64), layout="packed").impl == "triton"
+    for impl in ("hopper", "triton"):
+        assert explain((3_000_000, 1, 64), (99, 1, 64), layout="packed", impl=impl).impl == impl
+    assert explain((2**30, 1, 64), (99, 1, 64), layout="packed").impl == "hopper"
     packed = explain((2**30 + 1, 1, 64), (99, 1, 64), layout="packed")
     assert "packed sequences together must have at most" in packed.refusals["impl='triton'"]
 

@@ -1,12 +1,20 @@
 """The Hopper kernels on a GPU of compute capability 9.0: values, layouts, streams, repeats."""
 
 from functools import partial
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 
-from flash_kernel import attention_reference, flash_attention
+from flash_kernel import attention_reference, flash_attention, flash_attention_varlen
+from flash_kernel.reference import dense_attention
 from flash_kernel.testing import make_qkv
+from flash_kernel.variant import PLAIN, Packing, Variant
+
+pytest.importorskip("triton.experimental.gluon", reason="the kernels are written in Gluon")
+
+from flash_kernel._hopper.launch import launch_forward
+from flash_kernel._triton.launch import launch_forward as portable_forward
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -16,7 +24,8 @@ pytestmark = [
 
 hopper_attention = partial(flash_attention, impl="hopper", return_lse=True)
 HALF = [torch.bfloat16, torch.float16]
-HEAD_DIMS = [64, 128, 256]
+HEAD_DIMS = [64, 96, 128, 192, 256]
+PADDED_HEAD_DIMS = [8, 40, 72, 80, 160, 248]
 # (M, N): one row, parts of a tile, whole tiles, several tiles, more and fewer keys than queries
 LENGTHS = [(1, 1), (100, 100), (128, 128), (1000, 1000), (1152, 1152), (1, 777), (300, 700),
            (700, 300), (513, 449)]  # fmt: skip
@@ -65,6 +74,29 @@ def test_output_and_lse_match_float64(head_dim, dtype, is_causal, device):
         check(q, k, v, is_causal=is_causal)
 
 
+@pytest.mark.parametrize("head_dim", PADDED_HEAD_DIMS)
+def test_padded_heads_match_float64_and_nothing_is_written_past_them(head_dim, device):
+    for seqlen_q, seqlen_k in ((300, 700), (513, 449)):
+        q, k, v = make_qkv(2, 3, seqlen_q, seqlen_k, head_dim, dtype=HALF[0], device=device)
+        expected = check(q, k, v, is_causal=True)
+        # columns of a wider tensor: what lies beside them must be neither read nor written
+        wide = [torch.full((*x.shape[:-1], head_dim + 8), float("nan")).to(x) for x in (q, k, v)]
+        for x, y in zip(wide, (q, k, v), strict=True):
+            x[..., :head_dim] = y
+        o, lse = hopper_attention(*(x[..., :head_dim] for x in wide), is_causal=True)
+        assert torch.equal(o, expected[0])
+        assert torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_softcap_bounds_the_scores(head_dim, device):
+    for dtype in HALF if head_dim == 64 else HALF[:1]:
+        q, k, v = make_qkv(1, 2, 300, 700, head_dim, dtype=dtype, device=device)
+        for softcap in (0.5, 30.0):
+            check(4 * q, k, v, softcap=softcap, is_causal=True)
+    check(4 * q, k, v, softcap=30.0, window=(100, 17))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_long_sequences_match_float64(is_causal, device):
     # the configurations that begin at 8192 keys, and more tiles than SMs
@@ -73,10 +105,10 @@ def test_long_sequences_match_float64(is_causal, device):
         check(*inputs, is_causal=is_causal)
 
 
-@pytest.mark.parametrize("num_heads_k", [1, 2, 4])
-def test_heads_of_a_group_share_keys(num_heads_k, device):
-    for head_dim in HEAD_DIMS:
-        q, _, _ = make_qkv(2, 12, 450, 450, head_dim, dtype=torch.bfloat16, device=device)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_heads_of_a_group_share_keys(head_dim, device):
+    q, _, _ = make_qkv(2, 12, 450, 450, head_dim, dtype=torch.bfloat16, device=device)
+    for num_heads_k in (1, 2, 4):
         check(q, *grouped(q, num_heads_k), is_causal=True)
         check(q[:, :, :70], *grouped(q, num_heads_k), is_causal=False, scale=0.3)
 
@@ -141,6 +173,91 @@ def test_nan_and_infinity_stay_in_their_rows(device):
     assert o[broken].isnan().all()
     # rows of one tile may be done by the other softmax
     torch.testing.assert_close(o[~broken], expected[~broken], rtol=2e-2, atol=2e-2)
+
+
+# sequences over the ends of tiles, of one row, with more queries than keys, and without either
+PACKED = [(700, 900), (1, 300), (300, 100), (0, 40), (65, 0), (128, 128), (513, 449), (30, 30)]
+
+
+def packed(head_dim, device, dtype=torch.bfloat16, heads=(4, 2)):
+    """Return packed q, k and v as one batch, and where their sequences end."""
+    of_q, of_k = zip(*PACKED, strict=True)
+    q, _, _ = make_qkv(1, heads[0], sum(of_q), 1, head_dim, dtype=dtype, device=device)
+    _, k, v = make_qkv(1, heads[1], 1, sum(of_k), head_dim, dtype=dtype, device=device, seed=1)
+    ends = [
+        torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device) for x in (of_q, of_k)
+    ]
+    return q, k, v, Packing(*ends)
+
+
+def parts(x, ends):
+    """Return what each sequence has of a packed tensor ``[1, H, total, ...]``."""
+    return [x[:, :, start:end] for start, end in pairwise(ends.tolist())]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    "variant",
+    [Variant(0.125), Variant(0.1, right=0), Variant(0.1, 100, 20)],
+    ids=["full", "causal", "window"],
+)
+def test_packed_sequences_match_float64(variant, head_dim, device):
+    q, k, v, packing = packed(head_dim, device, heads=(3, 3) if head_dim == 96 else (4, 2))
+    o, lse = launch_forward(q, k, v, variant, packing)
+    of_q, of_k = ([parts(x, ends) for x in tensors] for tensors, ends in
+                  (((q, o, lse), packing[0]), ((k, v), packing[1])))  # fmt: skip
+    for q_i, o_i, lse_i, k_i, v_i in zip(*of_q, *of_k, strict=True):
+        if q_i.shape[2] == 0:
+            continue
+        exact = q_i.double(), k_i.double(), v_i.double()
+        expected, expected_lse = dense_attention(*exact, variant, PLAIN)
+        assert torch.equal(lse_i.isinf(), expected_lse.isinf())
+        torch.testing.assert_close(o_i.double(), expected, rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(lse_i.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("right", [None, 0])
+def test_packed_sequence_has_the_same_bits_whatever_its_neighbours_hold(right, head_dim, device):
+    variant = Variant(0.125, right=right)
+    q, k, v, packing = packed(head_dim, device)
+    expected = launch_forward(q, k, v, variant, packing)
+    again = launch_forward(q, k, v, variant, packing)
+    others = [x.clone() for x in (q, k, v)]
+    (first, last), (first_k, last_k) = (x[1:3].tolist() for x in packing[:2])
+    bounds = (first, last), (first_k, last_k), (first_k, last_k)
+    for x, (start, end) in zip(others, bounds, strict=True):
+        x[:, :, :start] = x[:, :, end:] = float("nan")
+    got = launch_forward(*others, variant, packing)
+    for x, y, z in zip(expected, again, got, strict=True):
+        assert torch.equal(x, y)
+        assert torch.equal(x[:, :, first:last], z[:, :, first:last])
+
+
+def test_public_function_of_packed_sequences_takes_hopper_and_is_differentiable(device):
+    q, k, v, packing = packed(64, device)
+    leaves = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
+    o, lse = flash_attention_varlen(*leaves, *packing[:2], is_causal=True, return_lse=True)
+    expected, expected_lse = launch_forward(q, k, v, Variant(0.125, right=0), packing)
+    assert torch.equal(o, expected[0].transpose(0, 1))
+    assert torch.equal(lse, expected_lse[0])
+    do = torch.randn_like(o)
+    got = torch.autograd.grad(o, leaves, do)
+    portable = flash_attention_varlen(*leaves, *packing[:2], is_causal=True, impl="triton")
+    for dx, dy in zip(got, torch.autograd.grad(portable, leaves, do), strict=True):
+        torch.testing.assert_close(dx, dy, rtol=2e-2, atol=3e-2)
+
+
+def test_growing_scores_of_packed_sequences_are_done_again(device):
+    variant = Variant(0.125, right=0)
+    q, k, v, packing = packed(64, device, heads=(2, 2))
+    plain = launch_forward(q, k, v, variant, packing)
+    q, k = growing(q, k, 200)
+    o, lse = launch_forward(q, k, v, variant, packing)
+    assert torch.equal(o[:, 0], plain[0][:, 0])
+    expected, expected_lse = portable_forward(q, k, v, variant, packing=packing)
+    torch.testing.assert_close(o, expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("growth", [0, 200])

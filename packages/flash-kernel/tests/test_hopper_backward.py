@@ -119,8 +119,9 @@ def test_scores_far_from_zero_stay_finite(is_causal, deterministic, head_dim):
 
 @HEAD_DIMS
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_deterministic_gradients_are_bitwise_repeatable(is_causal, head_dim):
-    q, k, v = make_qkv(4, 16, 2048, 2048, head_dim, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize(("batch", "seqlen"), [(4, 2048), (1, 8192)], ids=["short", "rotated"])
+def test_deterministic_gradients_are_bitwise_repeatable(batch, seqlen, is_causal, head_dim):
+    q, k, v = make_qkv(batch, 16, seqlen, seqlen, head_dim, dtype=torch.bfloat16, device="cuda")
     do = torch.randn_like(q)
     fn = partial(attention, is_causal=is_causal)
     first = gradients(fn, q, k, v, do)
@@ -148,9 +149,18 @@ def test_many_tiles_of_long_sequences_match_the_portable_backward(
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-7 * y.abs().max().item())
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(8000, 5000), (3000, 9000), (4500, 4500)])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_rotated_tiles_of_unequal_lengths_match_float64(seqlen_q, seqlen_k, is_causal):
+    q, k, v = make_qkv(1, 4, seqlen_q, seqlen_k, 64, dtype=torch.bfloat16, device="cuda")
+    k, v = k[:, :2], v[:, :2]
+    assert_as_accurate_as_portable(q, k, v, is_causal=is_causal)
+
+
 @MODES
-def test_streams_and_graphs_do_not_share_counters(deterministic):
-    q, k, v = make_qkv(2, 4, 1000, 1000, 128, dtype=torch.bfloat16, device="cuda")
+@pytest.mark.parametrize("seqlen", [1000, 4500])
+def test_streams_and_graphs_do_not_share_counters(seqlen, deterministic):
+    q, k, v = make_qkv(2, 4, seqlen, seqlen, 128, dtype=torch.bfloat16, device="cuda")
     do = torch.randn_like(q)
     fn = partial(attention, is_causal=True, deterministic=deterministic)
     expected = gradients(fn, q, k, v, do)

@@ -27,6 +27,7 @@ from flash_kernel._hopper import (
     backward_copies,
     backward_launch,
     backward_step,
+    backward_tiles,
     reduce,
 )
 from flash_kernel._hopper.backward_launch import LOG2_E
@@ -217,7 +218,7 @@ def simulated_launch(seed, edits, ctas, together):
 
 def simulate(
     monkeypatch, lengths, head_dim, variant, *, heads=(2, 2), dtype=torch.bfloat16, seed=0,
-    is_deterministic=True, edits=None, ctas=3, together=2, by_tma=None,
+    is_deterministic=True, is_rotated=False, edits=None, ctas=3, together=2, by_tma=None,
 ):  # fmt: skip
     """Return dq, dk and dv of the whole host path, the main kernel simulated, and the expected."""
     torch.manual_seed(0)
@@ -234,6 +235,8 @@ def simulate(
     expected = torch.autograd.grad((o, finite), leaves, (do.double(), dlse.double()))
     prepare = simulated_launch(seed, edits, ctas, together)
     monkeypatch.setattr(backward_launch, "prepare_main", prepare)
+    if is_rotated:
+        monkeypatch.setattr(backward_launch, "ROTATED_FROM", 1)
     if by_tma is not None:
         specify = backward_launch.specify
         monkeypatch.setattr(
@@ -272,7 +275,11 @@ def test_contiguous_gradient_at_an_odd_address_is_copied_to_an_aligned_one():
     assert torch.equal(copy, do)
 
 
-MODES = pytest.mark.parametrize("is_deterministic", [True, False], ids=["ordered", "fast"])
+MODES = pytest.mark.parametrize(
+    "mode",
+    [{"is_deterministic": True}, {"is_rotated": True}, {"is_deterministic": False}],
+    ids=["ordered", "rotated", "fast"],
+)
 
 
 @MODES
@@ -281,11 +288,9 @@ MODES = pytest.mark.parametrize("is_deterministic", [True, False], ids=["ordered
     [(64, (256, 256), None), (64, (200, 200), 0), (128, (300, 70), 0), (128, (70, 300), None)],
     ids=str,
 )
-def test_backward_is_right_and_its_barriers_hold(
-    monkeypatch, lengths, head_dim, right, is_deterministic
-):
+def test_backward_is_right_and_its_barriers_hold(monkeypatch, lengths, head_dim, right, mode):
     variant = Variant(head_dim**-0.5, right=right)
-    check(monkeypatch, lengths, head_dim, variant, is_deterministic=is_deterministic)
+    check(monkeypatch, lengths, head_dim, variant, **mode)
 
 
 @pytest.mark.parametrize(("window", "is_deterministic"), [((50, 0), True), ((70, 30), False)])
@@ -297,20 +302,33 @@ def test_window_hides_keys(monkeypatch, window, is_deterministic):
 
 
 @MODES
-def test_heads_of_a_group_share_keys(monkeypatch, is_deterministic):
+def test_heads_of_a_group_share_keys(monkeypatch, mode):
     check(
         monkeypatch, (150, 150), 64, Variant(0.2, right=0), heads=(3, 1), dtype=torch.float16,
-        is_deterministic=is_deterministic,
+        **mode,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lengths", "right"),
+    [((900, 900), None), ((900, 900), 0), ((500, 1000), 0), ((1000, 400), 0), ((1000, 400), None)],
+    ids=str,
+)
+def test_rotated_tiles_reach_every_block_they_see(monkeypatch, lengths, right):
+    check(
+        monkeypatch, lengths, 128, Variant(0.1, right=right), heads=(1, 1), is_rotated=True, ctas=5
+    )
 
 
 def test_head_dim_between_is_padded(monkeypatch):
     check(monkeypatch, (130, 130), 72, Variant(0.1, right=0), heads=(1, 1))
 
 
-def test_ordered_sums_are_the_same_whatever_runs_first(monkeypatch):
+@pytest.mark.parametrize("is_rotated", [False, True], ids=["ordered", "rotated"])
+def test_ordered_sums_are_the_same_whatever_runs_first(monkeypatch, is_rotated):
+    options = {"heads": (1, 1), "is_rotated": is_rotated}
     alone, *others = (
-        simulate(monkeypatch, (300, 500), 64, Variant(0.125), heads=(1, 1), ctas=ctas, seed=seed)[0]
+        simulate(monkeypatch, (300, 500), 64, Variant(0.125), ctas=ctas, seed=seed, **options)[0]
         for ctas, seed in ((1, 0), (3, 1), (4, 2))
     )
     for other in others:
@@ -349,8 +367,8 @@ def test_ordered_sums_are_the_same_whatever_runs_first(monkeypatch):
          "deadlock; .*turn"),
         (backward_copies.reduce_block, "wait_for_turn(turn_ptr, rank)", "pass", "dq: "),
         # a turn for which a tile with a higher number has to be done
-        (backward_copies.reduce_dq, "rank = tile_k - first_key // SPEC.BLOCK_N",
-         "rank = gl.cdiv(x.seqlen_k, SPEC.BLOCK_N) - 1 - tile_k", "deadlock; .*turn"),
+        (backward_tiles.turn_of, "return row, tile_k - first_tile",
+         "return row, gl.cdiv(x.seqlen_k, SPEC.BLOCK_N) - 1 - tile_k", "deadlock; .*turn"),
     ],
 )  # fmt: skip
 def test_broken_kernel_is_noticed(monkeypatch, function, old, new, error):

@@ -10,9 +10,10 @@ from flash_kernel import attention_reference, dispatch
 from flash_kernel._hopper.config import BuildFailure
 from flash_kernel.autograd import run_forward
 from flash_kernel.calls import Call
+from flash_kernel.packed_autograd import run_packed_forward
 from flash_kernel.request import Plan, Request
 from flash_kernel.testing import make_qkv
-from flash_kernel.variant import PLAIN, Variant
+from flash_kernel.variant import PLAIN, Packing, Variant
 
 pytest.importorskip("triton.experimental.gluon", reason="it is Gluon that is taken away here")
 
@@ -63,7 +64,7 @@ def broken_compiler(monkeypatch):
 
     kernel = Kernel()
 
-    def prepare_forward(q, k, v, variant, *, view):
+    def prepare_forward(q, k, v, variant, num_sequences=None, *, view, lse_shape=None):
         prepared = launch.Launch(kernel, (1, 1), [None] * 3, (q.shape[2], "SPEC"), {})
         return lambda q, k, v, _: prepared(q, k, v)
 
@@ -122,9 +123,26 @@ def test_what_fails_to_compile_together_is_told_by_the_launch(broken_compiler, m
         launch(x)
 
 
-def test_packed_and_cached_keys_are_refused():
-    for layout in ("packed", "cache"):
-        request = REQUEST._replace(layout=layout, is_assumed=True)
-        assert dispatch.resolve(request, impl="auto", backward="auto").impl == "triton"
-        with pytest.raises(ValueError, match=f"takes dense tensors only, got the layout '{layout}"):
-            dispatch.resolve(request, impl="hopper", backward="auto")
+def test_packed_sequences_fall_back_too(broken_compiler, device):
+    q, k, v = (
+        x[0].transpose(0, 1) for x in make_qkv(1, 2, 9, 9, 16, dtype=torch.float16, device=device)
+    )
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    arguments = q, k, v, Packing(ends, ends), PLAIN
+    variant = Variant(0.25)
+    with pytest.warns(RuntimeWarning, match="portable Triton kernels: .* cannot be built"):
+        o, _ = run_packed_forward(Call(Plan("hopper", "triton"), variant), *arguments)
+    portable = run_packed_forward(Call(Plan("triton", "triton"), variant), *arguments)
+    assert torch.equal(o, portable[0])
+    named = Call(Plan("hopper", "triton", impl_is_named=True), variant)
+    with pytest.raises(BuildFailure, match="cannot be built: KeyError"):
+        run_packed_forward(named, *arguments)
+
+
+def test_cached_keys_are_refused():
+    request = REQUEST._replace(layout="cache", is_assumed=True)
+    assert dispatch.resolve(request, impl="auto", backward="auto").impl == "triton"
+    with pytest.raises(
+        ValueError, match="takes dense and packed tensors only, got the layout 'cac"
+    ):
+        dispatch.resolve(request, impl="hopper", backward="auto")

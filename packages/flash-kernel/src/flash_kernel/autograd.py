@@ -80,7 +80,7 @@ def run_forward(
         try:
             return _forward_by_kernels(call, q, k, v, modifiers)
         except (LayoutRefusal, BuildFailure) as refusal:
-            _accept(refusal, is_named=plan.impl_is_named)
+            accept(refusal, is_named=plan.impl_is_named)
         call.replace_plan(impl="triton")
         return _forward_by_kernels(call, q, k, v, modifiers)
     if plan.impl == "mock":
@@ -125,7 +125,7 @@ def _prepared_forward(
     return prepare_forward(q, k, v, call.variant, modifiers, view=as_batch_and_heads)
 
 
-def _accept(refusal: Exception, *, is_named: bool) -> None:
+def accept(refusal: Exception, *, is_named: bool) -> None:
     """Let the portable kernels stand in for Hopper's, unless those were asked for by name.
 
     A layout that the copy engine cannot read is nobody's fault; a failure is told once.
@@ -154,7 +154,7 @@ def run_backward(
         try:
             return _backward_by_kernels(call, *tensors, modifiers)
         except (LayoutRefusal, BuildFailure) as refusal:
-            _accept(refusal, is_named=plan.backward_is_named)
+            accept(refusal, is_named=plan.backward_is_named)
         call.replace_plan(backward="triton")
         return _backward_by_kernels(call, *tensors, modifiers)
     if plan.backward == "mock":

@@ -139,10 +139,12 @@ def candidates_for(request: Request) -> tuple[str, ...]:
     """Return what ``impl="auto"`` may choose among, best first."""
     if request.device.type != "cuda":
         return CPU_ORDER
-    has_few_rows = max(request.seqlen_q, request.seqlen_k) <= hopper.FEW_ROWS or has_few_queries(
-        request.dtype, request.group * request.seqlen_q, request.seqlen_k
+    few = has_few_queries(request.dtype, request.group * request.seqlen_q, request.seqlen_k)
+    longest, softcap = max(request.seqlen_q, request.seqlen_k), request.variant.softcap
+    takes_hopper = not few and hopper.is_chosen(
+        request.layout, request.head_dim, longest, has_softcap=softcap is not None
     )
-    return tuple(impl for impl in GPU_ORDER if not (impl == "hopper" and has_few_rows))
+    return GPU_ORDER if takes_hopper else GPU_ORDER[1:]
 
 
 def first_plan(request: Request, candidates: tuple[str, ...], backward: str) -> Plan:
@@ -181,7 +183,7 @@ def _own_backward(request: Request, impl: str, backward: str) -> str:
 def refuse_impl(request: Request, impl: str) -> Exception | None:
     """Return the error that asking for an implementation would deserve here, or None."""
     if impl == "hopper":
-        return hopper_refusal(request, "impl", hopper.FORWARD_HEAD_DIMS)
+        return hopper_refusal(request, "impl")
     if impl == "triton":
         return triton_refusal(request, "impl")
     if impl == "torch":
@@ -216,7 +218,7 @@ def refuse_backward(request: Request, impl: str, backward: str) -> Exception | N
             f"impl={impl!r}, backward={backward!r}."
         )
     if backward == "hopper":
-        return hopper_refusal(request, "backward", hopper.BACKWARD_HEAD_DIMS)
+        return hopper_refusal(request, "backward")
     if backward == "triton":
         if "bias" in request.trained:
             return ValueError(
@@ -253,7 +255,7 @@ def triton_refusal(request: Request, option: str) -> Exception | None:
     return None if failure is None else RuntimeError(f"{wish} {failure}")
 
 
-def hopper_refusal(request: Request, option: str, head_dims: tuple[int, ...]) -> Exception | None:
+def hopper_refusal(request: Request, option: str) -> Exception | None:
     """Return the error that asking for the Hopper kernels by an option would deserve, or None.
 
     What only the tensors' layout or the compiler can rule out shows at the launch.
@@ -266,31 +268,34 @@ def hopper_refusal(request: Request, option: str, head_dims: tuple[int, ...]) ->
         )
     if request.dtype not in hopper.DTYPES:
         return TypeError(f"{wish} takes float16 or bfloat16, got {request.dtype}. {other}")
-    lacking = hopper_lacks(request, head_dims)
+    lacking = hopper_lacks(request, option)
     if lacking is not None:
         return ValueError(f"{wish} {lacking}. {other}")
     failure = None if request.is_assumed else hopper_failure(request.device)
     return None if failure is None else RuntimeError(f"{wish} {failure}")
 
 
-def hopper_lacks(request: Request, head_dims: tuple[int, ...]) -> str | None:
-    """Return what a request wants that the Hopper kernels do not have, or None."""
-    if request.layout != "dense":
-        return f"takes dense tensors only, got the layout {request.layout!r}"
+def hopper_lacks(request: Request, option: str) -> str | None:
+    """Return what a request wants that Hopper's forward ("impl") or backward lacks, or None."""
+    layouts = hopper.LAYOUTS[option]
+    if request.layout not in layouts:
+        return f"takes {' and '.join(layouts)} tensors only, got the layout {request.layout!r}"
     if request.head_dim != request.head_dim_v:
         return f"needs v as wide as q, got {request.head_dim_v} and {request.head_dim}"
-    if request.head_dim not in head_dims:
-        known = ", ".join(map(str, head_dims)) or "none yet"
-        return f"takes a `head_dim` among {known}, got {request.head_dim}"
+    if request.head_dim not in hopper.HEAD_DIMS[option]:
+        known = hopper.named_head_dims(option)
+        return f"takes {known} as `head_dim`, got {request.head_dim}"
     if request.modifiers:
         return f"has no {', '.join(sorted(request.modifiers))}"
-    if request.variant.softcap is not None:
+    if option == "backward" and request.variant.softcap is not None:
         return "has no softcap"
     if request.variant.scale < hopper.SMALLEST_SCALE:
         return f"needs `scale` to be at least {hopper.SMALLEST_SCALE}, got {request.variant.scale}"
     longest = max(request.seqlen_q, request.seqlen_k)
-    if longest > hopper.MAX_SEQLEN:
-        return f"takes at most {hopper.MAX_SEQLEN} rows, got {longest}"
+    # of packed sequences as many as the portable kernels: what one gets must not depend on the sum
+    most = PACKED_ROWS if request.layout == "packed" else hopper.MAX_SEQLEN
+    if longest > most:
+        return f"takes at most {most} rows, got {longest}"
     return None
 
 

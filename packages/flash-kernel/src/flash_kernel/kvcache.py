@@ -117,7 +117,7 @@ def flash_attention_with_kvcache(
         return_lse: Also return the log-sum-exp of each row's scores.
         num_splits: Into how many parts, worked on at once, the kernels split the keys of a
             sequence; by default that follows from the capacity.
-        impl: As for `flash_attention`, but "hopper", which is for dense tensors.  All but "triton"
+        impl: As for `flash_attention`, but "hopper", which takes no cache.  All but "triton"
             walk the sequences one by one.
 
     Returns:

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_kernel.autograd import attend, backward_key, run_backward, run_forward
+from flash_kernel._hopper.config import BuildFailure, LayoutRefusal
+from flash_kernel.autograd import accept, attend, backward_key, run_backward, run_forward
 from flash_kernel.calls import Call, kind_of, known_call, wants_gradients
-from flash_kernel.dispatch import describe, resolve
+from flash_kernel.dispatch import KERNELS, describe, resolve
 from flash_kernel.gradients import Gradients
 from flash_kernel.packed import (
     as_one_batch,
@@ -134,14 +135,15 @@ def run_packed_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers
 ) -> tuple[Tensor, Tensor]:
     """Return ``o`` and ``lse`` by the planned implementation; autograd records nothing."""
-    if call.plan.impl == "triton":
+    if call.plan.impl in KERNELS:
         check_lengths(packing, q, k)
         by_batch = by_sequence(modifiers, packing.num_sequences, q.shape[1])
-        forward = call.launch(
-            "forward", lambda: _prepared_forward(call, q, k, v, packing, by_batch)
-        )
-        o, lse = forward(q, k, v, (*by_batch, *packing[:2]))
-        return o, lse
+        try:
+            return _forward_by_kernels(call, q, k, v, packing, by_batch)
+        except (LayoutRefusal, BuildFailure) as refusal:
+            accept(refusal, is_named=call.plan.impl_is_named)
+        call.replace_plan(impl="triton")
+        return _forward_by_kernels(call, q, k, v, packing, by_batch)
     results = [
         run_forward(call, *tensors, modifiers_of(modifiers, i))
         for i, tensors in enumerate(each_sequence(packing, q, k, v))
@@ -149,12 +151,26 @@ def run_packed_forward(
     return join_packed([o for o, _ in results]), torch.cat([lse[0] for _, lse in results], dim=-1)
 
 
+def _forward_by_kernels(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers
+) -> tuple[Tensor, Tensor]:
+    forward = call.launch("forward", lambda: _prepared_forward(call, q, k, v, packing, modifiers))
+    o, lse = forward(q, k, v, (*modifiers, *packing[:2]))
+    return o, lse
+
+
 def _prepared_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, packing: Packing, modifiers: Modifiers
 ) -> Callable[..., tuple[Tensor, Tensor]]:
+    lse_shape = (q.shape[1], q.shape[0])
+    if call.plan.impl == "hopper":
+        from flash_kernel._hopper import launch as hopper
+
+        return hopper.prepare_forward(
+            q, k, v, call.variant, packing.num_sequences, view=as_one_batch, lse_shape=lse_shape
+        )
     from flash_kernel._triton.launch import prepare_forward
 
-    lse_shape = (q.shape[1], q.shape[0])
     return prepare_forward(
         q, k, v, call.variant, modifiers, packing.num_sequences, view=as_one_batch,
         lse_shape=lse_shape,

@@ -107,8 +107,8 @@ def flash_attention_varlen(
         alibi_slopes: ``[H]`` or ``[B, H]``; adds ``-slope * |i + N_b - M_b - j|``.
         sinks: ``[H]``; one more score in each row's denominator, without a value; learnable.
         return_lse: Also return the log-sum-exp of each row's scores.
-        impl: As for `flash_attention`, but "hopper", which is for dense tensors.  All but "triton"
-            walk the sequences one by one.
+        impl: As for `flash_attention`.  All but "hopper" and "triton" walk the sequences one by
+            one.
         backward: As for `flash_attention`, but "hopper".  Bitwise repeatable with "triton".
 
     Returns:

@@ -37,10 +37,15 @@ the key tiles: it waits until the block's counter says that all earlier tiles ar
 numbered so that a tile waits only for lower numbers, and numbers are given out by an atomic counter
 as CTAs come to take them: whatever order the GPU starts CTAs in, the lowest unfinished number waits
 for nobody.  The first term is stored, not added, so that nothing has to clear the sums.
+
+Tiles that begin with the same block wait for each other there, and keep that distance.  So in long
+sequences (SPEC.IS_ROTATED) each tile begins some blocks after its neighbour, and wraps at the end.
+A block is then reached by some tiles before they wrap and by others after, in ascending order both
+times, and has a sum for each: a tile still waits only for lower numbers.
 """
 
 from flash_kernel._hopper.backward_copies import produce, reduce_dq
-from flash_kernel._hopper.backward_step import accumulator_layout, step
+from flash_kernel._hopper.backward_step import step
 from flash_kernel._hopper.backward_tiles import (
     NO_TILE,
     STAGES,
@@ -48,6 +53,7 @@ from flash_kernel._hopper.backward_tiles import (
     Buffers,
     Problem,
     block_range,
+    first_block,
     next_block,
     read_tile,
     tile_of,
@@ -60,14 +66,14 @@ from flash_kernel._hopper.compat import (
     tma_store,
     tma_store_wait,
 )
-from flash_kernel._hopper.primitives import next_stage
+from flash_kernel._hopper.primitives import accumulator_layout, next_stage
 from flash_kernel._hopper.reduce import reinterpret
 
 
 @gluon.jit
 def walk_blocks(
-    dk, dv, stage, phase, block, member, count, head_k, col, scale_log2, x, dq_sum_ptr, buffers,
-    barriers, W: gl.constexpr, MASKED: gl.constexpr, SPEC: gl.constexpr,
+    dk, dv, stage, phase, block, member, count, begin, split, last, head_k, col, scale_log2, x,
+    dq_sum_ptr, buffers, barriers, W: gl.constexpr, MASKED: gl.constexpr, SPEC: gl.constexpr,
 ):  # fmt: skip
     """Work on ``count`` pairs of a query block and a head of the group."""
     for _ in range(count):
@@ -77,7 +83,7 @@ def walk_blocks(
             barriers, W, MASKED, SPEC,
         )  # fmt: skip
         stage, phase = next_stage(stage, phase, STAGES)
-        block, member = next_block(block, member, x, SPEC)
+        block, member = next_block(block, member, begin, split, last, x, SPEC)
     return dk, dv, stage, phase, block, member
 
 
@@ -124,18 +130,19 @@ def consume(
         mbarrier.wait(barriers.v_full, parity)
         dk = gl.zeros([64, D], gl.float32, OUT)
         dv = gl.zeros([64, D], gl.float32, OUT)
-        block = last - 1
+        begin = first_block(tile_k, split, last, x, SPEC)
+        block = begin
         member = gl.to_tensor(0)
         # masks in a loop of their own: a branch around the mask in one loop costs spills
         if not SPEC.HAS_LEFT:
             dk, dv, stage, phase, block, member = walk_blocks(
-                dk, dv, stage, phase, block, member, (last - split) * x.group, head_k, col,
-                scale_log2, x, dq_sum_ptr, buffers, barriers, W, False, SPEC,
+                dk, dv, stage, phase, block, member, (last - split) * x.group, begin, split, last,
+                head_k, col, scale_log2, x, dq_sum_ptr, buffers, barriers, W, False, SPEC,
             )  # fmt: skip
         if SPEC.IS_MASKED:
             dk, dv, stage, phase, block, member = walk_blocks(
-                dk, dv, stage, phase, block, member, (split - first) * x.group, head_k, col,
-                scale_log2, x, dq_sum_ptr, buffers, barriers, W, True, SPEC,
+                dk, dv, stage, phase, block, member, (split - first) * x.group, begin, split, last,
+                head_k, col, scale_log2, x, dq_sum_ptr, buffers, barriers, W, True, SPEC,
             )  # fmt: skip
         batch, head = head_k // x.num_heads_k, head_k % x.num_heads_k
         store_tile(
@@ -205,13 +212,13 @@ def make_buffers(q, k, v, do, statistics, dq_sum, SPEC: gl.constexpr):
 @gluon.jit(
     do_not_specialize=[
         "num_heads_k", "group", "seqlen_q", "seqlen_k", "num_blocks", "heads_together",
-        "num_tiles", "left", "right",
+        "num_tiles", "blocks_apart", "left", "right",
     ]
 )  # fmt: skip
 def flash_attention_backward_kernel(
     q, k, v, do, dk, dv, statistics, dq_sum, dq_sum_ptr, counters_ptr, num_heads_k, group,
-    seqlen_q, seqlen_k, num_blocks, heads_together, num_tiles, left, right, scale, scale_log2,
-    SPEC: gl.constexpr,
+    seqlen_q, seqlen_k, num_blocks, heads_together, num_tiles, blocks_apart, left, right, scale,
+    scale_log2, SPEC: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv, and add dq to ``dq_sum``.
 
@@ -219,8 +226,9 @@ def flash_attention_backward_kernel(
     `backward_ends` made; ``counters`` are int32 zeros: the next tile, then the turns of the blocks.
     """
     x = Problem(
-        num_heads_k, group, seqlen_q, seqlen_k, num_blocks, heads_together, num_tiles, left, right
-    )
+        num_heads_k, group, seqlen_q, seqlen_k, num_blocks, heads_together, num_tiles, blocks_apart,
+        left, right,
+    )  # fmt: skip
     buffers = make_buffers(q, k, v, do, statistics, dq_sum, SPEC)
     barriers = make_barriers(SPEC)
     turns_ptr = counters_ptr + 1

@@ -4,14 +4,15 @@ from flash_kernel._hopper.backward_tiles import (
     NO_TILE,
     STAGES,
     block_range,
+    first_block,
     next_block,
     read_tile,
     tile_of,
+    turn_of,
 )
 from flash_kernel._hopper.compat import gl, gluon, mbarrier, tma_load, tma_store, tma_store_wait
 from flash_kernel._hopper.primitives import next_stage
 from flash_kernel._hopper.reduce import reductions_have_landed, tma_reduce_add
-from flash_kernel._triton.primitives import key_range
 
 
 @gluon.jit
@@ -48,8 +49,9 @@ def produce(
         post_tile(number, buffers)
         load_keys(k, barriers.k_full, buffers.k, batch, head, tile_k * SPEC.BLOCK_N, SPEC)
         load_keys(v, barriers.v_full, buffers.v, batch, head, tile_k * SPEC.BLOCK_N, SPEC)
-        first, _, last = block_range(tile_k, x, SPEC)
-        block = last - 1
+        first, split, last = block_range(tile_k, x, SPEC)
+        begin = first_block(tile_k, split, last, x, SPEC)
+        block = begin
         member = gl.to_tensor(0)
         for _ in range((last - first) * x.group):
             q_full = barriers.q_full.index(stage)
@@ -63,7 +65,7 @@ def produce(
             tma_load(statistics, [row * (2 * BLOCK_M)], do_full, buffers.statistics.index(stage))
             tma_load(do, [batch, head_q, block * BLOCK_M, 0], do_full, buffers.do.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
-            block, member = next_block(block, member, x, SPEC)
+            block, member = next_block(block, member, begin, split, last, x, SPEC)
         parity = parity ^ 1
         # now, while the consumers still have two blocks to work on, an atomic costs them nothing
         number = gl.atomic_add(counter_ptr, 1)
@@ -117,21 +119,19 @@ def reduce_dq(STAGE: gl.constexpr, dq_sum, turns_ptr, x, buffers, barriers, SPEC
     mbarrier.arrive(barriers.tile_empty, count=1)  # the number has been read
     while number != NO_TILE:
         head_k, tile_k = tile_of(number, x, SPEC)
-        first, _, last = block_range(tile_k, x, SPEC)
-        block = last - 1
+        first, split, last = block_range(tile_k, x, SPEC)
+        begin = first_block(tile_k, split, last, x, SPEC)
+        block = begin
         member = gl.to_tensor(0)
         for _ in range((last - first) * x.group):
             if stage == STAGE:
                 row = (head_k * x.group + member) * x.num_blocks + block
-                first_row = block * SPEC.BLOCK_M
-                last_row = first_row + SPEC.BLOCK_M - 1
-                first_key, _, _, _ = key_range(first_row, last_row, x, SPEC)
-                rank = tile_k - first_key // SPEC.BLOCK_N
+                row, rank = turn_of(block, tile_k, row, x, SPEC)
                 reduce_block(
                     dq_sum, turns_ptr + row, row, rank, STAGE * 2, phase, buffers, barriers, SPEC
                 )
             stage, phase = next_stage(stage, phase, STAGES)
-            block, member = next_block(block, member, x, SPEC)
+            block, member = next_block(block, member, begin, split, last, x, SPEC)
         parity = parity ^ 1
         mbarrier.wait(barriers.k_full, parity)
         number = read_tile(buffers)

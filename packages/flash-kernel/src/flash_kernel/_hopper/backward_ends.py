@@ -19,8 +19,8 @@ def flash_attention_backward_start_kernel(
     """Write the statistics of each row, and clear what the backward adds to.
 
     statistics  float32 [B * H, blocks, 2, BLOCK_M]: -lse, and -delta = dlse - rowsum(do * o)
-    dq_sum      float32 [B * H, blocks, BLOCK_M * BLOCK_D]; left alone if SPEC.IS_ORDERED
-    counters    int32 [1 + B * H * blocks]: the next tile, and the turns of the blocks
+    dq_sum      float32 [B * H, blocks, SUMS, BLOCK_M * BLOCK_D]; left alone if SPEC.IS_ORDERED
+    counters    int32 [1 + B * H * blocks * SUMS]: the next tile, and the turns of the blocks
 
     -lse is in units of log2 (it is added to scale_log2 * s), or divided by scale where it starts
     the accumulator of s.  Rows past the end, and rows that saw no key, get -inf: their p is 0, and
@@ -28,6 +28,7 @@ def flash_attention_backward_start_kernel(
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    SUMS: tl.constexpr = SPEC.SUMS
     block_row = tl.program_id(0).to(tl.int64)
     batch_head = (block_row // num_blocks).to(tl.int32)
     block = (block_row % num_blocks).to(tl.int32)
@@ -52,7 +53,8 @@ def flash_attention_backward_start_kernel(
     tl.store(statistics_ptr, lse * unit)
     tl.store(statistics_ptr + BLOCK_M, minus_delta)
     if SPEC.IS_ORDERED:
-        tl.store(counters_ptr + 1 + block_row, 0)
+        for index in tl.static_range(SUMS):
+            tl.store(counters_ptr + 1 + block_row * SUMS + index, 0)
     else:
         size: tl.constexpr = BLOCK_M * BLOCK_D
         tl.store(dq_sum_ptr + block_row * size + tl.arange(0, size), tl.zeros([size], tl.float32))
@@ -62,20 +64,29 @@ def flash_attention_backward_start_kernel(
 
 @triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_blocks"])
 def flash_attention_backward_end_kernel(
-    dq, statistics_ptr, dq_sum_ptr, dq_strides, num_heads, seqlen_q, num_blocks, head_dim, scale,
-    SPEC: tl.constexpr,
+    dq, statistics_ptr, dq_sum_ptr, counters_ptr, dq_strides, num_heads, seqlen_q, num_blocks,
+    head_dim, scale, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Write dq = scale * sum, bringing the sums' order of registers into rows and columns.
 
     Rows that saw no key have dq = 0; where no row of a block saw one, the sum was never written.
+    Of two sums one may have no terms: its counter says so.
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
+    SUMS: tl.constexpr = SPEC.SUMS
     block_row = tl.program_id(0).to(tl.int64)
     batch_head = (block_row // num_blocks).to(tl.int32)
     block = (block_row % num_blocks).to(tl.int32)
     size: tl.constexpr = BLOCK_M * BLOCK_D
-    total = tl.load(dq_sum_ptr + block_row * size + tl.arange(0, size))
+    dq_sum_ptr += block_row * (SUMS * size)
+    total = tl.zeros([size], tl.float32)
+    for index in tl.static_range(SUMS):
+        dq_sum = tl.load(dq_sum_ptr + index * size + tl.arange(0, size))
+        if SPEC.IS_ROTATED:
+            terms = tl.load(counters_ptr + 1 + block_row * SUMS + index)
+            dq_sum = tl.where(terms > 0, dq_sum, 0.0)
+        total += dq_sum
     # `flat` in backward.py: column block, warp, row of 8, column pair, half of 16 rows, column
     total = tl.reshape(total, [BLOCK_M // 64, BLOCK_D // 8, 4, 8, 4, 2, 2])
     total = tl.reshape(tl.permute(total, [0, 2, 5, 3, 1, 4, 6]), [BLOCK_M, BLOCK_D])

@@ -9,7 +9,12 @@ import triton
 from torch import Tensor
 
 from flash_kernel._hopper.backward import flash_attention_backward_kernel
-from flash_kernel._hopper.backward_config import BYTES_TOGETHER, CONFIGS, BackwardSpec
+from flash_kernel._hopper.backward_config import (
+    BYTES_TOGETHER,
+    CONFIGS,
+    ROTATED_FROM,
+    BackwardSpec,
+)
 from flash_kernel._hopper.backward_ends import (
     flash_attention_backward_end_kernel,
     flash_attention_backward_start_kernel,
@@ -17,7 +22,8 @@ from flash_kernel._hopper.backward_ends import (
 from flash_kernel._hopper.backward_tiles import Problem
 from flash_kernel._hopper.compat import TensorDescriptor, gl
 from flash_kernel._hopper.config import LayoutRefusal
-from flash_kernel._hopper.launch import LOG2_E, OPTIONS, Launch, describe_tiles, num_sms
+from flash_kernel._hopper.forward_spec import LOG2_E
+from flash_kernel._hopper.launch import OPTIONS, Launch, describe_tiles, num_sms
 from flash_kernel._triton.launch import NO_EXTRAS
 from flash_kernel._triton.prepared import (
     Describe,
@@ -72,7 +78,7 @@ class Backward:
         counters = torch.empty_like(self.counters)
         of_start = (o, do, lse, dlse, statistics, sums, counters)
         of_main = (q, k, v, do, dk, dv, statistics, sums, sums, counters)
-        of_end = (dq, statistics, sums)
+        of_end = (dq, statistics, sums, counters)
         if self.main.compiled is None:
             compile_together((self.start, of_start), (self.main, of_main), (self.end, of_end))
         self.start(*of_start)
@@ -159,8 +165,8 @@ def prepare_backward(
         prepare_end(dq, variant.scale, spec),
         copies_do,
         statistics=blank([2 * rows], torch.float32, q.device),
-        sums=blank([rows * spec.BLOCK_D // 256, 256], torch.float32, q.device),
-        counters=blank([1 + blocks], torch.int32, q.device),
+        sums=blank([spec.SUMS * rows * spec.BLOCK_D // 256, 256], torch.float32, q.device),
+        counters=blank([1 + spec.SUMS * blocks], torch.int32, q.device),
     )
 
 
@@ -168,11 +174,14 @@ def specify(q: Tensor, k: Tensor, variant: Variant, *, is_deterministic: bool) -
     """Return what the kernels are compiled for."""
     block_d = 64 if q.shape[-1] <= 64 else 128
     config = CONFIGS[block_d]
+    # by the length alone: the order of a sequence's sums does not depend on its batch
+    is_long = k.shape[2] > (ROTATED_FROM - 1) * BackwardSpec.BLOCK_N
     return BackwardSpec(
         BLOCK_D=block_d,
         BLOCK_M=config.block_m,
         DQ_BY_TMA=config.dq_by_tma or is_deterministic,
         IS_ORDERED=is_deterministic,
+        IS_ROTATED=is_deterministic and is_long and variant.left is None,
         STATISTICS_FIRST=config.statistics_first,
         IS_GROUPED=q.shape[1] > k.shape[1],
         HAS_LEFT=variant.left is not None,
@@ -204,7 +213,7 @@ def prepare_end(dq: Tensor, scale: float, spec: BackwardSpec) -> PreparedLaunch:
     return PreparedLaunch(
         flash_attention_backward_end_kernel,
         (batch * num_heads * num_blocks, 1),
-        [None] * 3,
+        [None] * 4,
         (dq.stride(), num_heads, seqlen_q, num_blocks, head_dim, scale, spec),
         SMALL,
     )
@@ -230,15 +239,22 @@ def problem_of(q: Tensor, k: Tensor, variant: Variant, spec: BackwardSpec) -> Pr
     num_heads_k, seqlen_k = k.shape[1:3]
     group = num_heads // num_heads_k
     heads = batch * num_heads_k
+    num_blocks, tiles_k = (
+        triton.cdiv(length, size)
+        for length, size in ((seqlen_q, spec.BLOCK_M), (seqlen_k, spec.BLOCK_N))
+    )
     bytes_of_head = group * seqlen_q * spec.BLOCK_D * 8  # q and do in 16 bits, dq in 32
     return Problem(
         num_heads_k,
         group,
         seqlen_q,
         seqlen_k,
-        num_blocks=triton.cdiv(seqlen_q, spec.BLOCK_M),
+        num_blocks=num_blocks,
         heads_together=max(1, min(heads, BYTES_TOGETHER // bytes_of_head)),
-        num_tiles=heads * triton.cdiv(seqlen_k, spec.BLOCK_N),
+        num_tiles=heads * tiles_k,
+        # causal tiles end the earlier the later they come: twice as far, they stay apart after the
+        # wrap as well
+        blocks_apart=max(1, num_blocks // tiles_k) * (2 if spec.HAS_RIGHT else 1),
         left=variant.left or 0,
         right=variant.right or 0,
     )

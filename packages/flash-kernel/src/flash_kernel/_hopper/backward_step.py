@@ -8,16 +8,8 @@ from flash_kernel._hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flash_kernel._hopper.primitives import computed_here
+from flash_kernel._hopper.primitives import accumulator_layout, computed_here
 from flash_kernel._triton.primitives import visible_keys
-
-
-@gluon.constexpr_function
-def accumulator_layout(columns):
-    """Return the layout of a ``[64, columns]`` product of one warpgroup."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
 
 
 @gluon.jit

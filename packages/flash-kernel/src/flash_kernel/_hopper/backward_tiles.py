@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from flash_kernel._hopper.compat import gl, gluon
-from flash_kernel._triton.primitives import query_range
+from flash_kernel._triton.primitives import key_range, query_range
 
 # of the ring of q and do; ds and dq have two buffers as well, and share its stage and phase
 STAGES: gl.constexpr = gl.constexpr(2)
@@ -20,6 +20,7 @@ class Problem(NamedTuple):
     num_blocks: Any  # of BLOCK_M queries, in a head
     heads_together: Any  # heads of k whose tiles are handed out in turn
     num_tiles: Any  # of BLOCK_N keys, in all heads
+    blocks_apart: Any  # query blocks between those at which neighbouring tiles begin, if rotated
     left: Any  # keys seen before a row's own position, and after it
     right: Any
 
@@ -70,10 +71,7 @@ def tile_of(number, x, SPEC: gl.constexpr):
 
 @gluon.jit
 def block_range(tile_k, x, SPEC: gl.constexpr):
-    """Query blocks that see a key tile: ``first, split, last``; those below ``split`` need masks.
-
-    They are walked from the last to the first, so that all tiles of a head begin with the same one.
-    """
+    """Query blocks that see a tile: ``first, split, last``; those below ``split`` need masks."""
     col = tile_k * SPEC.BLOCK_N
     start, full_start, _, end = query_range(col, x, SPEC)
     first = start // SPEC.BLOCK_M
@@ -90,18 +88,61 @@ def block_range(tile_k, x, SPEC: gl.constexpr):
 
 
 @gluon.jit
-def next_block(block, head, x, SPEC: gl.constexpr):
+def pivot_of(tile_k, x):
+    """Return the query block at which a rotated tile would begin."""
+    return gl.minimum(tile_k * x.blocks_apart, x.num_blocks - 1)
+
+
+@gluon.jit
+def first_block(tile_k, split, last, x, SPEC: gl.constexpr):
+    """Return the query block at which a tile begins, and from where on it walks downwards.
+
+    All tiles begin with the last block; or, rotated, each some blocks after its neighbour.  Then
+    they go on with the last block where those that need no mask end, and leave the masks for last.
+    A tile whose pivot needs a mask is not rotated.
+    """
+    begin = last - 1
+    if SPEC.IS_ROTATED:
+        pivot = pivot_of(tile_k, x)
+        begin = gl.where(pivot < split, begin, gl.minimum(pivot, begin))
+    return begin
+
+
+@gluon.jit
+def next_block(block, head, begin, split, last, x, SPEC: gl.constexpr):
     """Return the query block and the head within the group that are worked on next.
 
     The heads of a group take turns at a block, so that tiles of different lengths keep in step.
     """
-    steps = 1
+    following = block - 1
+    if SPEC.IS_ROTATED:
+        following = gl.where((block == split) & (begin != last - 1), last - 1, following)
+        following = gl.where(block == begin + 1, split - 1, following)
     if SPEC.IS_GROUPED:
         head = head + 1
         wraps = head == x.group
         head = gl.where(wraps, 0, head)
-        steps = wraps.to(gl.int32)
-    return block - steps, head
+        following = gl.where(wraps, following, block)
+    return following, head
+
+
+@gluon.jit
+def turn_of(block, tile_k, row, x, SPEC: gl.constexpr):
+    """Return which sum a tile adds a block's dq to, and how many terms come before.
+
+    ``row`` counts the blocks of all heads.  Rotated, the blocks up to a tile's pivot have one sum
+    and those beyond, which it reaches later, another: so in each, the tiles come in their order.
+    """
+    first_row = block * SPEC.BLOCK_M
+    first_key, _, _, _ = key_range(first_row, first_row + SPEC.BLOCK_M - 1, x, SPEC)
+    first_tile = first_key // SPEC.BLOCK_N
+    if SPEC.IS_ROTATED:
+        is_late = block > pivot_of(tile_k, x)
+        # the pivots of tiles before this one lie before the block
+        first_early = gl.maximum(first_tile, gl.cdiv(block, x.blocks_apart))
+        first_tile = gl.where(is_late, first_tile, first_early)
+        row = row * 2 + is_late.to(gl.int32)
+    return row, tile_k - first_tile
 
 
 @gluon.jit

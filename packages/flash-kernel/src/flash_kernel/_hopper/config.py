@@ -1,5 +1,6 @@
 """What the Hopper kernels take, and how they are built: plain data, no Triton."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,12 +8,19 @@ import torch
 CAPABILITY = 90  # compute capability 9.0 alone: wgmma exists nowhere else
 OLDEST_TRITON = (3, 6)
 DTYPES = (torch.float16, torch.bfloat16)
+LAYOUTS = {"impl": ("dense", "packed"), "backward": ("dense",)}
 MAX_SEQLEN = 1 << 28  # rows are counted in 32 bits
-# `auto` leaves heads of so few rows, of q and of k, to the portable kernels: the host needs less
-# time for one launch without descriptors than for two with them, and the GPU hardly any
+# What `auto` takes of what the forward can do; the rest it leaves to the portable kernels.
+# Up to 32 columns are padded to 64 here: the portable kernels make half the products there.
+AUTO_HEAD_DIMS: Sequence[int] = range(40, 257, 8)
+AUTO_LAYOUTS = ("dense", "packed")
+AUTO_SOFTCAP = True
+# Up to so many rows, of q and of k, the host needs less time for one launch without descriptors
+# than for two with them, and the GPU hardly any.
 FEW_ROWS = 256
 SMALLEST_SCALE = 1e-30  # the running maximum is that of unscaled scores: a scale must be positive
-BACKWARD_HEAD_DIMS: tuple[int, ...] = (64, 128)
+# the forward pads to one of its widths; the copy engine takes rows in multiples of 16 bytes
+HEAD_DIMS: dict[str, Sequence[int]] = {"impl": range(8, 257, 8), "backward": (64, 128)}
 
 WARPGROUP_ROWS = 64  # query rows of one warpgroup: the M of a wgmma
 
@@ -34,7 +42,7 @@ class ForwardConfig:
 class ForwardSpec:
     """The compile-time side of a forward launch, handed to the kernel as one ``constexpr``."""
 
-    HEAD_DIM: int
+    WIDTHS: tuple[int, ...]  # columns of the pieces of a tile: the head dim, padded
     BLOCK_N: int
     CONSUMERS: int
     STAGES: int
@@ -44,33 +52,68 @@ class ForwardSpec:
     SHARES_KEYS: bool  # the warpgroups of a tile have the same rows of different heads of a group
     HAS_RIGHT: bool  # a row sees the keys up to some distance after its own position: causal
     HAS_LEFT: bool  # ... and down to some distance before it
+    HAS_SOFTCAP: bool
+    IS_PACKED: bool  # many sequences, one after the other
     MASKS_FIRST: bool  # the block at the right end of a tile needs a mask
     MASKS_LAST: bool  # so do blocks at the left end
     MAY_BE_EMPTY: bool  # there are rows that see no key
     SHIFT: int  # log2 of the largest p that the first block may give, negated
 
+    @property
+    def ROW_BYTES(self) -> int:
+        """Bytes that the copy engine counts for a row."""
+        return 2 * sum(self.WIDTHS)
 
-# The best of the measurements in docs/hopper-log.md.
+    @property
+    def THREADS(self) -> int:
+        """Threads at a named barrier of all consumers and the producer."""
+        return 128 * self.CONSUMERS + 32
+
+
+# The best of the measurements in docs/hopper-log.md, by the columns of a tile's pieces; 96 and 192
+# are built like their neighbours, not measured yet.
 FORWARD = {
-    64: ForwardConfig(block_n=128, stages=3),
-    128: ForwardConfig(block_n=128),
-    256: ForwardConfig(block_n=64, q_buffers=1),
+    (64,): ForwardConfig(block_n=128, stages=3),
+    (64, 32): ForwardConfig(block_n=128, stages=3),
+    (128,): ForwardConfig(block_n=128),
+    (128, 64): ForwardConfig(block_n=64, stages=3, q_buffers=1),
+    (256,): ForwardConfig(block_n=64, q_buffers=1),
 }
 # d = 64 from this many keys on: three consumers share each block of K and V
 FORWARD_LONG = {
-    64: ForwardConfig(
+    (64,): ForwardConfig(
         block_n=128, consumers=3, stages=2, consumer_registers=160, producer_registers=32
     ),
-    256: ForwardConfig(block_n=64, q_buffers=1, swath_mib=64),
+    (256,): ForwardConfig(block_n=64, q_buffers=1, swath_mib=64),
 }
 LONG = 8192
-FORWARD_HEAD_DIMS = tuple(FORWARD)
+
+
+def named_head_dims(option: str) -> str:
+    """Return in words what `HEAD_DIMS` has of the forward ("impl") or the backward."""
+    head_dims = HEAD_DIMS[option]
+    if isinstance(head_dims, range):
+        return f"multiples of {head_dims.step} up to {head_dims[-1]}"
+    return " or ".join(map(str, head_dims))
+
+
+def is_chosen(layout: str, head_dim: int, longest: int, *, has_softcap: bool) -> bool:
+    """Say whether `auto` takes the forward for a request, of ``longest`` rows of q or k."""
+    # packed, the rows of all sequences say nothing of one; its bits must not depend on the others
+    is_short = layout == "dense" and longest <= FEW_ROWS
+    fits = head_dim in AUTO_HEAD_DIMS and layout in AUTO_LAYOUTS
+    return fits and not is_short and (AUTO_SOFTCAP or not has_softcap)
+
+
+def widths_of(head_dim: int) -> tuple[int, ...]:
+    """Return the pieces of a tile of at least ``head_dim`` columns: the copy engine pads."""
+    return min((widths for widths in FORWARD if sum(widths) >= head_dim), key=sum)
 
 
 def forward_config(head_dim: int, seqlen_k: int) -> ForwardConfig:
-    """Return the forward's configuration for a head dim of the table."""
-    long = FORWARD_LONG.get(head_dim)
-    return long if long is not None and seqlen_k >= LONG else FORWARD[head_dim]
+    """Return the forward's configuration for a head dim and a number of keys."""
+    widths = widths_of(head_dim)
+    return (FORWARD_LONG if seqlen_k >= LONG else {}).get(widths, FORWARD[widths])
 
 
 class LayoutRefusal(ValueError):

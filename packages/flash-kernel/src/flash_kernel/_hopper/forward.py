@@ -32,60 +32,45 @@ Measured on an H200; docs/hopper-log.md has the numbers and what did not help.
 
 from flash_kernel._hopper.compat import fence_async_shared, gl, gluon, mbarrier
 from flash_kernel._hopper.consumer import consumer
+from flash_kernel._hopper.pieces import allocate
 from flash_kernel._hopper.producer import producer
-from flash_kernel._hopper.tiles import Buffers, Shape, Tensors
+from flash_kernel._hopper.tiles import POSTED, Buffers, Shape, Tensors
 
 
 @gluon.jit(
     do_not_specialize=[
-        "seqlen_q", "seqlen_k", "left", "right", "num_heads", "group", "units", "row_tiles", "swath"
+        "seqlen_q", "seqlen_k", "left", "right", "num_heads", "group", "units", "row_tiles",
+        "swath", "num_sequences",
     ]
 )  # fmt: skip
 def flash_attention_hopper_forward_kernel(
-    q, k, v, o, lse_ptr, workspace_ptr,
-    seqlen_q, seqlen_k, left, right, num_heads, group, units, row_tiles, swath, scale_log2,
-    SPEC: gl.constexpr,
+    q, k, v, o, q_rest, k_rest, v_rest, o_rest, lse_ptr, workspace_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, seqlen_q, seqlen_k, left, right, num_heads, group, units, row_tiles, swath,
+    num_sequences, scale_log2, cap_log2, SPEC: gl.constexpr,
 ):  # fmt: skip
     """o = softmax(scores) v and lse = log sum exp(scores), NaN where the fixed reference failed.
 
-    ``q, k, v, o``: descriptors over [B, H, rows, D] of blocks of 64 (q, o) and BLOCK_N rows.
+    ``q, k, v, o``: descriptors over [B, H, rows, D] of blocks of 64 (q, o) and BLOCK_N rows and as
+    many columns as the first piece of a tile has.  ``.._rest`` are those of the second; where SPEC
+    has but one, any tensor, as for ``cu_seqlens`` where it says that nothing is packed.
     ``workspace_ptr``: two int32, zero, and zero again after.
     """
+    if len(SPEC.WIDTHS) == 1:
+        parts = (q,), (k,), (v,), (o,)
+    else:
+        parts = (q, q_rest), (k, k_rest), (v, v_rest), (o, o_rest)
+    tensors = Tensors(
+        parts[0], parts[1], parts[2], parts[3], lse_ptr, workspace_ptr, cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr,
+    )  # fmt: skip
+    shape = Shape(
+        seqlen_q, seqlen_k, left, right, num_heads, group, units, row_tiles, swath, num_sequences,
+        scale_log2, cap_log2,
+    )  # fmt: skip
     CONSUMERS: gl.constexpr = SPEC.CONSUMERS
-    BLOCK_N: gl.constexpr = SPEC.BLOCK_N
-    HEAD_DIM: gl.constexpr = SPEC.HEAD_DIM
-    STAGES: gl.constexpr = SPEC.STAGES
-    Q_BUFFERS: gl.constexpr = SPEC.Q_BUFFERS
     CREGS: gl.constexpr = SPEC.CONSUMER_REGISTERS
     PREGS: gl.constexpr = SPEC.PRODUCER_REGISTERS
-    dtype: gl.constexpr = q.dtype
-    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(dtype, [Q_BUFFERS * CONSUMERS, 1, 1, 64, HEAD_DIM], q.layout)
-    if Q_BUFFERS == 1:
-        o_smem = q_smem
-    else:
-        o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, 64, HEAD_DIM], o.layout)
-    buffers = Buffers(
-        q_smem,
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], k.layout),
-        gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], v.layout),
-        o_smem,
-        gl.allocate_shared_memory(gl.int32, [Q_BUFFERS, 1], word),
-        gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], bars),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars),
-    )
-    for i in gl.static_range(Q_BUFFERS):
-        mbarrier.init(buffers.q_full.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(buffers.k_full.index(i), count=1)
-        mbarrier.init(buffers.v_full.index(i), count=1)
-    fence_async_shared()
-    tensors = Tensors(q, k, v, o, lse_ptr, workspace_ptr)
-    shape = Shape(
-        seqlen_q, seqlen_k, left, right, num_heads, group, units, row_tiles, swath, scale_log2
-    )
+    buffers = prepared_buffers(tensors, SPEC)
     # SPEC and W stay constants only in tuples written within the call
     if CONSUMERS == 2:
         gl.warp_specialize([
@@ -101,3 +86,33 @@ def flash_attention_hopper_forward_kernel(
             (consumer, (2, tensors, shape, buffers, SPEC)),
             (producer, (tensors, shape, buffers, SPEC)),
         ], [4, 4, 1], [CREGS, CREGS, PREGS])  # fmt: skip
+
+
+@gluon.jit
+def prepared_buffers(tensors, SPEC: gl.constexpr):
+    """Return the CTA's shared memory, its barriers ready."""
+    Q_BUFFERS: gl.constexpr = SPEC.Q_BUFFERS
+    STAGES: gl.constexpr = SPEC.STAGES
+    q = allocate(tensors.q, Q_BUFFERS * SPEC.CONSUMERS)
+    o = q if Q_BUFFERS == 1 else allocate(tensors.o, SPEC.CONSUMERS)
+    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    bars: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS, 1], bars)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
+    for i in gl.static_range(Q_BUFFERS):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+    fence_async_shared()
+    return Buffers(
+        q,
+        allocate(tensors.k, STAGES),
+        allocate(tensors.v, STAGES),
+        o,
+        gl.allocate_shared_memory(gl.int32, [Q_BUFFERS, POSTED], numbers),
+        q_full,
+        k_full,
+        v_full,
+    )

@@ -1,10 +1,9 @@
-"""Host side of the forward: outputs, workspace, specification, launch."""
+"""Host side of the forward: outputs, workspace, launch."""
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,9 +17,18 @@ from flash_kernel._hopper.config import (
     ForwardSpec,
     LayoutRefusal,
     forward_config,
+    widths_of,
 )
 from flash_kernel._hopper.forward import flash_attention_hopper_forward_kernel
-from flash_kernel._triton.launch import NO_EXTRAS, redo_launch
+from flash_kernel._hopper.forward_spec import (
+    Sizes,
+    clipped,
+    count_tiles,
+    forward_spec,
+    key_bytes,
+    score_factors,
+)
+from flash_kernel._triton.launch import NO_EXTRAS, redo_launch, sequence_ends
 from flash_kernel._triton.prepared import (
     Describe,
     PreparedLaunch,
@@ -30,32 +38,14 @@ from flash_kernel._triton.prepared import (
     compile_together,
     descriptor_shape,
     is_aligned,
+    packed_descriptor_shape,
 )
-from flash_kernel.variant import Variant
+from flash_kernel.variant import PLAIN, Packing, Variant
 
-LOG2_E = math.log2(math.e)
-# of p in float16: 2^-8 for the maximum of the first block leaves room for scores to grow by 2^23
-HALF_SHIFT = 8
 # Triton 3.10 is to stop fusing by default; multiplications and additions apart cost 10%
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-class Sizes(NamedTuple):
-    """The sizes of one attention."""
-
-    batch: int
-    num_heads: int
-    num_heads_k: int
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a head of k and v."""
-        return self.num_heads // self.num_heads_k
-
+NOTHING = (None,) * 4  # in place of second descriptors
 
 # what went wrong, by kernel and SPEC: in other shapes too the same would be compiled in vain
 _failures: dict[Hashable, str] = {}
@@ -89,13 +79,17 @@ class Forward:
     launch: PreparedLaunch
     redo: PreparedLaunch
     lse: Tensor  # what lse is like
+    in_pieces: bool  # the tensors are passed twice, for two descriptors each
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, extras: tuple[Tensor | None, ...] = NO_EXTRAS
     ) -> tuple[Tensor, Tensor]:
-        """Return ``o`` and ``lse``; there are no extras."""
+        """Return ``o`` and ``lse``; of the extras there are the two cu_seqlens alone."""
         o, lse = torch.empty_like(q), torch.empty_like(self.lse)
-        of_launch, of_redo = (q, k, v, o, lse, workspace(q.device)), (q, k, v, o, lse, *extras)
+        tiled = q, k, v, o
+        rest = tiled if self.in_pieces else NOTHING
+        of_launch = *tiled, *rest, lse, workspace(q.device), *extras[-2:]
+        of_redo = *tiled, lse, *extras
         if self.launch.compiled is None:
             compile_together((self.launch, of_launch), (self.redo, of_redo))
         self.launch(*of_launch)
@@ -103,21 +97,19 @@ class Forward:
         return o, lse
 
 
-def nothing_seen(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return ``o`` and ``lse`` where there are no keys, or no rows."""
-    return torch.zeros_like(q), q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
-
-
 def launch_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     variant: Variant,
+    packing: Packing | None = None,
     *,
     config: ForwardConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``o`` and ``lse`` of `prepare_forward`, prepared for this once."""
-    return prepare_forward(q, k, v, variant, config=config)(q, k, v)
+    num_sequences, ends = sequence_ends(packing)
+    forward = prepare_forward(q, k, v, variant, num_sequences, config=config)
+    return forward(q, k, v, (*PLAIN, *ends))
 
 
 def prepare_forward(
@@ -125,37 +117,38 @@ def prepare_forward(
     k: Tensor,
     v: Tensor,
     variant: Variant,
+    num_sequences: int | None = None,
     *,
     view: View = as_it_is,
+    lse_shape: Sequence[int] | None = None,
     config: ForwardConfig | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """Prepare a `Forward` of ``q [B, H, M, D]`` and ``k, v [B, H_kv, N, D]``.
 
-    ``view`` shows the tensors so.  ``config`` overrides the table's.
+    ``view`` shows the tensors so; lse has the shape of q without D if none is given.  Where
+    sequences are packed, the tensors have batch 1 and hold them one after the other.  ``config``
+    overrides the table's.
 
     Raises:
         LayoutRefusal: Rows are not contiguous, or addresses or strides not multiples of 16 bytes.
         BuildFailure: The kernel does not compile here; at the first launch.
     """
-    if q.numel() == 0 or k.shape[-2] == 0:
-        return nothing_seen
-    lse = blank(q.shape[:-1], torch.float32, q.device)
-    q, k, v, o = map(view, (q, k, v, torch.empty_like(q)))
-    launch = forward_launch(q, k, v, o, variant, config, view)
-    return Forward(launch, redo_launch(q, k, v, o, variant, view), lse)
+    lse = blank(lse_shape or q.shape[:-1], torch.float32, q.device)
+    if q.numel() == 0 or k.numel() == 0:  # nobody sees a key
+        return lambda q, *_: (torch.zeros_like(q), torch.full_like(lse, -math.inf))
+    tiled = {"q": q, "k": k, "v": v, "o": torch.empty_like(q)}
+    q, k, v, o = shown = [view(x) for x in tiled.values()]
+    check_layout(dict(zip(tiled, shown, strict=True)))
+    sizes = Sizes(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], num_sequences)
+    config = config or forward_config(sizes.head_dim, sizes.longest_keys)
+    launch = forward_launch(q, sizes, variant, config, view)
+    redo = redo_launch(q, k, v, o, variant, num_sequences, view)
+    return Forward(launch, redo, lse, len(widths_of(sizes.head_dim)) == 2)
 
 
-def forward_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    variant: Variant,
-    config: ForwardConfig | None,
-    view: View,
-) -> PreparedLaunch:
-    """Prepare the launch of o and lse: one CTA for each SM, or for each tile if there are fewer."""
-    for name, x in {"q": q, "k": k, "v": v, "o": o}.items():
+def check_layout(tensors: dict[str, Tensor]) -> None:
+    """Raise unless the copy engine can read the tensors ``[B, H, rows, D]``, by name."""
+    for name, x in tensors.items():
         if not is_aligned(x):
             msg = (
                 f"impl='hopper' reads `{name}` by the copy engine: its rows must be contiguous, "
@@ -164,8 +157,12 @@ def forward_launch(
                 "Pass impl='triton' or impl='auto', or a contiguous tensor."
             )
             raise LayoutRefusal(msg)
-    sizes = Sizes(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3])
-    config = config or forward_config(sizes.head_dim, sizes.seqlen_k)
+
+
+def forward_launch(
+    q: Tensor, sizes: Sizes, variant: Variant, config: ForwardConfig, view: View
+) -> PreparedLaunch:
+    """Prepare the launch of o and lse: one CTA for each SM, or for each tile if there are fewer."""
     variant = clipped(variant, sizes)
     spec = forward_spec(config, q.dtype, sizes, variant)
     units, row_tiles = count_tiles(spec, sizes)
@@ -173,74 +170,43 @@ def forward_launch(
     programs = min(units * row_tiles, num_sms(q.device))
     scalars = (
         *(sizes.seqlen_q, sizes.seqlen_k, variant.left or 0, variant.right or 0),
-        *(sizes.num_heads, sizes.group, units, row_tiles, swath),
-        variant.scale * LOG2_E,
-    )
-    rows, keys = (
-        describe_tiles([1, 1, size, sizes.head_dim], q.dtype, view)
-        for size in (WARPGROUP_ROWS, config.block_n)
+        *(sizes.num_heads, sizes.group, units, row_tiles, swath, sizes.num_sequences or 0),
+        *score_factors(variant),
     )
     return Launch(
         flash_attention_hopper_forward_kernel,
         (programs, 1),
-        (rows, keys, keys, rows, None, None),
+        (*describers(spec, q.dtype, view), None, None, None, None),
         (*scalars, spec),
         OPTIONS,
     )
 
 
-def clipped(variant: Variant, sizes: Sizes) -> Variant:
-    """Drop the bounds of a window that lie beyond every row's keys."""
-    _, left, right, _ = variant
-    if left is not None and left >= sizes.seqlen_k - 1:
-        left = None
-    if right is not None and right >= sizes.seqlen_q - 1:
-        right = None
-    return variant._replace(left=left, right=right)
+def describers(
+    spec: ForwardSpec, dtype: torch.dtype, view: View = as_it_is
+) -> list[Describe | None]:
+    """Return what makes the descriptors of q, k, v and o, and of their second pieces."""
+    describe = describe_packed_tiles if spec.IS_PACKED else describe_tiles
+    leading = [1, 1, 1] if spec.IS_PACKED else [1, 1]
+    made: list[Describe | None] = [
+        describe([*leading, rows, width], dtype, view)
+        for width in spec.WIDTHS
+        for rows in (WARPGROUP_ROWS, spec.BLOCK_N, spec.BLOCK_N, WARPGROUP_ROWS)
+    ]
+    return made + [None] * (8 - len(made))
 
 
-def forward_spec(
-    config: ForwardConfig, dtype: torch.dtype, sizes: Sizes, variant: Variant
-) -> ForwardSpec:
-    """Return what the kernel is compiled for."""
-    has_left, has_right = variant.left is not None, variant.right is not None
-    # where the keys that a tile sees end at a multiple of 64, blocks of them can begin at multiples
-    # of their size, and none needs a mask but the first
-    ends_even = (sizes.seqlen_k - sizes.seqlen_q + (variant.right or 0)) % WARPGROUP_ROWS == 0
-    return ForwardSpec(
-        HEAD_DIM=sizes.head_dim,
-        BLOCK_N=config.block_n,
-        CONSUMERS=config.consumers,
-        STAGES=config.stages,
-        Q_BUFFERS=config.q_buffers,
-        CONSUMER_REGISTERS=config.consumer_registers,
-        PRODUCER_REGISTERS=config.producer_registers,
-        SHARES_KEYS=sizes.group % config.consumers == 0,
-        HAS_RIGHT=has_right,
-        HAS_LEFT=has_left,
-        MASKS_FIRST=has_right or has_left or sizes.seqlen_k % config.block_n != 0,
-        MASKS_LAST=has_left or (has_right and not ends_even),
-        MAY_BE_EMPTY=has_right and sizes.seqlen_q > sizes.seqlen_k,
-        SHIFT=HALF_SHIFT if dtype == torch.float16 else 0,
-    )
-
-
-def count_tiles(spec: ForwardSpec, sizes: Sizes) -> tuple[int, int]:
-    """Return the number of units, heads or groups of heads, and the tiles of rows of each."""
-    heads, rows = (spec.CONSUMERS, 1) if spec.SHARES_KEYS else (1, spec.CONSUMERS)
-    units = sizes.batch * sizes.num_heads // heads
-    return units, triton.cdiv(sizes.seqlen_q, rows * WARPGROUP_ROWS)
-
-
-def key_bytes(sizes: Sizes) -> int:
-    """Return the size of k and v."""
-    return 2 * 2 * sizes.batch * sizes.num_heads_k * sizes.seqlen_k * sizes.head_dim
-
-
-def describe_tiles(block: list[int], dtype: torch.dtype, view: View = as_it_is) -> Describe:
+def describe_tiles(block: list[int], dtype: torch.dtype, view: View) -> Describe:
     """Return what makes a descriptor by blocks of that shape, laid out as wgmma reads them."""
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
+
     return lambda x: TensorDescriptor(view(x), *descriptor_shape(view(x)), block, layout)
+
+
+def describe_packed_tiles(block: list[int], dtype: torch.dtype, view: View) -> Describe:
+    """Return the same of packed sequences."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
+    return lambda x: TensorDescriptor(view(x), *packed_descriptor_shape(view(x)), block, layout)
 
 
 _workspaces: dict[tuple[int, int], Tensor] = {}

@@ -15,6 +15,14 @@ LN_2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
 @gluon.constexpr_function
+def accumulator_layout(columns):
+    """Return the layout of a ``[64, columns]`` product of one warpgroup."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.constexpr_function
 def barrier_assembly(operation, count):
     return f"bar.{operation} $1, {count}; mov.u32 $0, 0;"
 
@@ -33,6 +41,12 @@ def barrier_arrive(barrier, COUNT: gl.constexpr):
     gl.inline_asm_elementwise(
         barrier_assembly("arrive", COUNT), "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def following(stage, STAGES: gl.constexpr):
+    """Return the stage of a ring after this one."""
+    return gl.where(stage == STAGES - 1, 0, stage + 1)
 
 
 @gluon.jit

@@ -1,62 +1,83 @@
 """The forward's producer: one warp that hands out tiles and has them copied to shared memory."""
 
-from flash_kernel._hopper.compat import gl, gluon, mbarrier, tma_load
-from flash_kernel._hopper.primitives import barrier_sync
+from flash_kernel._hopper.compat import gl, gluon, mbarrier
+from flash_kernel._hopper.pieces import load_tile
+from flash_kernel._hopper.primitives import barrier_sync, following
 from flash_kernel._hopper.tiles import (
     CTAS_DONE,
     END,
     K_FREE,
     NEXT_TILE,
+    POSTED,
     V_FREE,
+    Rows,
+    Tile,
     locate,
     q_free,
 )
 
 
 @gluon.jit
-def post(number, buffers, buffer):
-    """Leave a tile's number for the consumers, who read it when ``q_full`` completes."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    buffers.tile.index(buffer).store(gl.full([1], 0, gl.int32, layout) + number)
+def post(tile, buffers, buffer):
+    """Leave a tile for the consumers, who read it when ``q_full`` completes.
+
+    So they are spared the divisions by which it was located.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([POSTED], [32], [1], [0])
+    index = gl.arange(0, POSTED, layout)
+    numbers = index * 0
+    for i in gl.static_range(POSTED):
+        numbers = gl.where(index == i, tile[i], numbers)
+    buffers.tile.index(buffer).store(numbers)
 
 
 @gluon.jit
-def load_tile(number, buffer, k_stage, v_stage, tensors, shape, buffers, SPEC: gl.constexpr):
-    """Copy a tile's q, and its blocks of K and V as stages come free; return the next stages.
+def load_queries(tile, buffer, tensors, buffers, SPEC: gl.constexpr):
+    """Post a tile, and copy its q."""
+    CONSUMERS: gl.constexpr = SPEC.CONSUMERS
+    post(tile, buffers, buffer)
+    full = buffers.q_full.index(buffer)
+    mbarrier.expect(full, CONSUMERS * 64 * SPEC.ROW_BYTES)
+    for w in gl.static_range(CONSUMERS):
+        if SPEC.SHARES_KEYS:
+            head, row = tile.head + w, tile.row
+        else:
+            head, row = tile.head, tile.row + w * 64
+        rows = Rows(tile.batch, head, tile.start, tile.seqlen_q)
+        load_tile(tensors.q, rows, row, full, buffers.q, buffer * CONSUMERS + w, SPEC)
+
+
+@gluon.jit
+def load_block(tensor, rows, key, full, buffers, free, stage, SPEC: gl.constexpr):
+    """Copy a block of K or V to a stage, once that is free; return the next stage.
+
+    A block that would begin before key 0 begins there; `hide` leaves out what others have seen.
+    """
+    BLOCK_N: gl.constexpr = SPEC.BLOCK_N
+    barrier_sync(free + stage, SPEC.THREADS)
+    mbarrier.expect(full.index(stage), BLOCK_N * SPEC.ROW_BYTES)
+    load_tile(tensor, rows, gl.maximum(key, 0), full.index(stage), buffers, stage, SPEC)
+    return following(stage, SPEC.STAGES)
+
+
+@gluon.jit
+def load_keys(tile, k_start, k_stage, v_stage, tensors, shape, buffers, SPEC: gl.constexpr):
+    """Copy a tile's blocks of K and V as stages come free; return the next stages.
 
     K of the next block goes ahead of V of this one, so that the next scores never wait for V.
     """
-    CONSUMERS: gl.constexpr = SPEC.CONSUMERS
     BLOCK_N: gl.constexpr = SPEC.BLOCK_N
-    STAGES: gl.constexpr = SPEC.STAGES
-    ROW_BYTES: gl.constexpr = SPEC.HEAD_DIM * 2
-    THREADS: gl.constexpr = CONSUMERS * 128 + 32
-    tile = locate(number, shape, SPEC)
-    head_k = tile.head // shape.group
-    post(number, buffers, buffer)
-    full = buffers.q_full.index(buffer)
-    mbarrier.expect(full, CONSUMERS * 64 * ROW_BYTES)
-    for w in gl.static_range(CONSUMERS):
-        if SPEC.SHARES_KEYS:
-            where = [tile.batch, tile.head + w, tile.row, 0]
-        else:
-            where = [tile.batch, tile.head, tile.row + w * 64, 0]
-        tma_load(tensors.q, where, full, buffers.q.index(buffer * CONSUMERS + w))
+    rows = Rows(tile.batch, tile.head // shape.group, k_start, tile.seqlen_k)
     for i in range(tile.blocks + 1):
         key = tile.edge - (i + 1) * BLOCK_N
         if i < tile.blocks:
-            barrier_sync(K_FREE + k_stage, THREADS)
-            full = buffers.k_full.index(k_stage)
-            mbarrier.expect(full, BLOCK_N * ROW_BYTES)
-            tma_load(tensors.k, [tile.batch, head_k, key, 0], full, buffers.k.index(k_stage))
-            k_stage = gl.where(k_stage == STAGES - 1, 0, k_stage + 1)
+            k_stage = load_block(
+                tensors.k, rows, key, buffers.k_full, buffers.k, K_FREE, k_stage, SPEC
+            )
         if i > 0:
-            barrier_sync(V_FREE + v_stage, THREADS)
-            full = buffers.v_full.index(v_stage)
-            mbarrier.expect(full, BLOCK_N * ROW_BYTES)
-            before = [tile.batch, head_k, key + BLOCK_N, 0]
-            tma_load(tensors.v, before, full, buffers.v.index(v_stage))
-            v_stage = gl.where(v_stage == STAGES - 1, 0, v_stage + 1)
+            v_stage = load_block(
+                tensors.v, rows, key + BLOCK_N, buffers.v_full, buffers.v, V_FREE, v_stage, SPEC
+            )
     return k_stage, v_stage
 
 
@@ -68,34 +89,42 @@ def producer(tensors, shape, buffers, SPEC: gl.constexpr):
     618 to 660 TFLOP/s, d = 256 causal from 497 to 640.  The last CTA leaves the counter as it found
     it, so that a launch needs no other to clear it.
     """
-    Q_BUFFERS: gl.constexpr = SPEC.Q_BUFFERS
-    STAGES: gl.constexpr = SPEC.STAGES
-    THREADS: gl.constexpr = SPEC.CONSUMERS * 128 + 32
     programs = gl.num_programs(0)
     tiles = shape.units * shape.row_tiles
     k_stage = gl.to_tensor(0)
     v_stage = gl.to_tensor(0)
     buffer = gl.to_tensor(0)
     number = gl.program_id(0)
-    barrier_sync(q_free(buffer), THREADS)
     while number < tiles:
         # a tile ahead, so that nobody waits for the counter
         upcoming = programs + gl.atomic_add(tensors.workspace + NEXT_TILE, 1)
-        k_stage, v_stage = load_tile(
-            number, buffer, k_stage, v_stage, tensors, shape, buffers, SPEC
-        )  # fmt: skip
-        buffer = (buffer + 1) % Q_BUFFERS
-        barrier_sync(q_free(buffer), THREADS)
+        tile, k_start = locate(number, tensors, shape, SPEC)
+        if tile.row < tile.seqlen_q:
+            barrier_sync(q_free(buffer), SPEC.THREADS)
+            load_queries(tile, buffer, tensors, buffers, SPEC)
+            k_stage, v_stage = load_keys(
+                tile, k_start, k_stage, v_stage, tensors, shape, buffers, SPEC
+            )
+            buffer = following(buffer, SPEC.Q_BUFFERS)
         number = upcoming
     if gl.atomic_add(tensors.workspace + CTAS_DONE, 1) == programs - 1:
         # nobody takes a tile any more
         gl.store(tensors.workspace + NEXT_TILE, 0)
         gl.store(tensors.workspace + CTAS_DONE, 0)
-    if Q_BUFFERS == 2:  # the last tile is still at work, in the other buffer
-        barrier_sync(q_free(1 - buffer), THREADS)
-    post(gl.to_tensor(END), buffers, buffer)
+    finish(buffer, buffers, SPEC)
+
+
+@gluon.jit
+def finish(buffer, buffers, SPEC: gl.constexpr):
+    """Tell the consumers that there are no more tiles, and take back what they give back last."""
+    STAGES: gl.constexpr = SPEC.STAGES
+    zero = gl.to_tensor(0)
+    barrier_sync(q_free(buffer), SPEC.THREADS)
+    if SPEC.Q_BUFFERS == 2:  # the last tile may still be at work, in the other buffer
+        barrier_sync(q_free(1 - buffer), SPEC.THREADS)
+    post(Tile(END + zero, zero, zero, zero, zero, zero, zero, zero), buffers, buffer)
     mbarrier.arrive(buffers.q_full.index(buffer), count=1)
-    # take the last releases: no barrier may end half full
+    # no barrier may end half full
     for stage in gl.static_range(STAGES):
-        barrier_sync(gl.to_tensor(K_FREE + stage), THREADS)
-        barrier_sync(gl.to_tensor(V_FREE + stage), THREADS)
+        barrier_sync(gl.to_tensor(K_FREE + stage), SPEC.THREADS)
+        barrier_sync(gl.to_tensor(V_FREE + stage), SPEC.THREADS)

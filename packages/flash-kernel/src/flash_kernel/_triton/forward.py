@@ -27,6 +27,7 @@ from flash_kernel._triton.primitives import (
     last_tile_first,
     online_softmax_step,
     scores_of,
+    slot_of_row,
     softmax_weights,
     visible_keys,
 )
@@ -202,6 +203,35 @@ def has_nan(x):
     return tl.max(tl.ravel(x != x).to(tl.int32), axis=0) != 0
 
 
+@triton.jit
+def tiles_at(index, cu_seqlens, num_rows, num_sequences, SPEC: tl.constexpr):
+    """Return the first and the last tile that has some of the BLOCK_M rows of an index.
+
+    Tiles of packed sequences begin where these do.
+    """
+    first, last = index, index
+    if SPEC.IS_PACKED:
+        BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+        first = slot_of_row(index * BLOCK_M, cu_seqlens, num_sequences, BLOCK_M)
+        last_row = tl.minimum((index + 1) * BLOCK_M, num_rows) - 1
+        last = slot_of_row(last_row, cu_seqlens, num_sequences, BLOCK_M)
+    return first, last
+
+
+@triton.jit
+def is_marked(
+    tile, lse_head, seqlen_q, cu_seqlens_q, cu_seqlens_k, num_sequences, SPEC: tl.constexpr
+):  # fmt: skip
+    """Whether the lse of some row of a tile is NaN."""
+    BLOCK_M: tl.constexpr = SPEC.BLOCK_M
+    found, tile = find_sequence(
+        tile, 0, seqlen_q, 0, cu_seqlens_q, cu_seqlens_k, num_sequences, False, SPEC
+    )
+    _, start, seqlen_q, _, _ = found
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    return has_nan(tl.load(lse_head + start + rows, mask=rows < seqlen_q, other=0.0))
+
+
 @triton.jit(do_not_specialize=["num_heads", *VARYING])
 def flash_attention_redo_kernel(
     q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr, sinks_ptr, cu_seqlens_q_ptr,
@@ -211,26 +241,33 @@ def flash_attention_redo_kernel(
 ):  # fmt: skip
     """Compute o and lse as above, but only of query tiles in which some row's lse is NaN.
 
-    It comes after a kernel whose softmax may fail for some rows, and that marks them so.  A program
-    has several tiles of a head and looks at all of them at once, so that where nothing has failed
-    the launch lasts for one load.
+    It comes after a kernel whose softmax may fail for some rows, and that marks them so.  The grid
+    is that of tensors that are not packed.  A program has the rows of several tiles of a head and
+    looks at all of them at once, so that where nothing has failed the launch lasts for one load.
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     batch_head = tl.program_id(0).to(tl.int64)
-    tile, programs = tl.program_id(1), tl.num_programs(1)
-    tiles = tile + tl.arange(0, REDO_TILES) * programs
-    rows = tiles[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    index, programs = tl.program_id(1), tl.num_programs(1)
+    indices = index + tl.arange(0, REDO_TILES) * programs
+    rows = indices[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     lse_head = lse_ptr + batch_head * seqlen_q
     if has_nan(tl.load(lse_head + rows, mask=rows < seqlen_q, other=0.0)):
         # in a `for`, Triton 3.6 would keep a buffer for o beside that of q
-        while tile * BLOCK_M < seqlen_q:
-            own_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-            if has_nan(tl.load(lse_head + own_rows, mask=own_rows < seqlen_q, other=0.0)):
-                attend_tile(
-                    batch_head, tile, q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr,
-                    sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_strides, k_strides, v_strides,
-                    o_strides, slope_strides, bias_strides, mask_strides, num_heads, group,
-                    seqlen_q, seqlen_k, num_sequences, scale, scale_log2, left, right, softcap,
+        while index * BLOCK_M < seqlen_q:
+            tile, last = tiles_at(index, cu_seqlens_q_ptr, seqlen_q, num_sequences, SPEC)
+            while tile <= last:
+                if is_marked(
+                    tile, lse_head, seqlen_q, cu_seqlens_q_ptr, cu_seqlens_k_ptr, num_sequences,
                     SPEC,
-                )  # fmt: skip
-            tile += programs
+                ):  # fmt: skip
+                    # two programs may find a tile that begins among the rows of one and ends among
+                    # those of the other: both write the same
+                    attend_tile(
+                        batch_head, tile, q, k, v, o, lse_ptr, slopes_ptr, bias_ptr, mask_ptr,
+                        sinks_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_strides, k_strides,
+                        v_strides, o_strides, slope_strides, bias_strides, mask_strides, num_heads,
+                        group, seqlen_q, seqlen_k, num_sequences, scale, scale_log2, left, right,
+                        softcap, SPEC,
+                    )  # fmt: skip
+                tile += 1
+            index += programs

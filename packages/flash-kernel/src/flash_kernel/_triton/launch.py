@@ -129,10 +129,17 @@ def tile_grid(
 
 
 def redo_launch(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, variant: Variant, view: View = as_it_is
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    variant: Variant,
+    num_sequences: int | None = None,
+    view: View = as_it_is,
 ) -> PreparedLaunch:
     """Prepare to compute anew, in o and lse, the tiles of rows in which some row's lse is NaN."""
-    options = Options(variant, float32_precision(q.dtype), None, None, view=view, redoes=True)
+    precision = float32_precision(q.dtype)
+    options = Options(variant, precision, None, None, num_sequences, view, redoes=True)
     return forward_launch(q, k, v, o, PLAIN, options)
 
 
@@ -153,9 +160,9 @@ def forward_launch(
     grid = tile_grid(batch, num_heads, seqlen_q, config.block_m, options.num_sequences)
     if options.redoes:
         kernel = flash_attention_redo_kernel
-        most = triton.cdiv(REDO_PROGRAMS, batch * num_heads)
-        programs = max(triton.cdiv(grid[1], REDO_TILES.value), min(grid[1], most))
-        grid = (grid[0], programs)
+        heads, tiles = tile_grid(batch, num_heads, seqlen_q, config.block_m)
+        most = triton.cdiv(REDO_PROGRAMS, heads)
+        grid = heads, max(triton.cdiv(tiles, REDO_TILES.value), min(tiles, most))
     return prepare(
         kernel,
         grid,

@@ -190,18 +190,18 @@ def describe_blocks(block: list[int], view: View) -> Describe:
 
 
 def describe_packed_blocks(block: list[int], view: View) -> Describe:
-    """Return what makes a descriptor of packed sequences; see `_describe_packed`."""
-    return lambda x: _describe_packed(view(x), block=block)
+    """Return what makes a descriptor of packed sequences; see `packed_descriptor_shape`."""
+    return lambda x: TensorDescriptor(view(x), *packed_descriptor_shape(view(x)), block)
 
 
-def _describe_packed(x: Tensor, *, block: list[int]) -> TensorDescriptor:
-    """Return a descriptor over packed sequences ``x [1, H, total, D]`` that can end at any row.
+def packed_descriptor_shape(x: Tensor) -> tuple[list[int], list[int]]:
+    """Return shape and strides of a descriptor over packed sequences that can end at any row.
 
-    A descriptor stops at the end of the tensor, and a tile at the end of a sequence would take in
-    the rows of the next.  So this one pretends to have 2^30 rows, of which a sequence is the last:
-    what a tile has beyond them is outside, read as 0 and never written.  Two dimensions in front,
-    of stride 2^34 - s and s for rows of stride s, move its base: at 2^30 of the first and at
-    ``end`` of the second, row ``2^30 - length + i`` is at
+    They are ``x [1, H, total, D]``.  A descriptor stops at the end of the tensor, and a tile at the
+    end of a sequence would take in the rows of the next.  So this one pretends to have 2^30 rows,
+    of which a sequence is the last: what a tile has beyond them is outside, read as 0 and never
+    written.  Two dimensions in front, of stride 2^34 - s and s for rows of stride s, move its base:
+    at 2^30 of the first and at ``end`` of the second, row ``2^30 - length + i`` is at
 
         2^30 * (2^34 - s) + end * s + (2^30 - length + i) * s = 2^64 + (end - length + i) * s
 
@@ -212,7 +212,7 @@ def _describe_packed(x: Tensor, *, block: list[int]) -> TensorDescriptor:
     stride_row = x.stride(2) if total > 1 else ALIGNMENT
     shape = [MAX_EXTENT, MAX_EXTENT, num_heads, PACKED_ROWS, width]
     strides = [2**34 - stride_row, stride_row, stride_head, stride_row, 1]
-    return TensorDescriptor(x, shape, strides, block)
+    return shape, strides
 
 
 def is_aligned(x: Tensor) -> bool:

@@ -69,6 +69,18 @@ def sequence_and_tile(slot, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def slot_of_row(row, cu_seqlens, num_sequences, BLOCK: tl.constexpr):
+    """Return the slot that a row of the packed tensor belongs to; see `sequence_and_tile`."""
+    sequence = -1
+    for first in range(0, num_sequences, 128):
+        b = first + tl.arange(0, 128)
+        starts = tl.load(cu_seqlens + b, mask=b < num_sequences, other=0x7FFFFFFF).to(tl.int32)
+        sequence += tl.sum((starts <= row).to(tl.int32))
+    start = tl.load(cu_seqlens + sequence).to(tl.int32)
+    return start // BLOCK + sequence + (row - start) // BLOCK
+
+
+@triton.jit
 def start_and_length(cu_seqlens, sequence):
     """Return the first row of a packed sequence, and how many there are."""
     start = tl.load(cu_seqlens + sequence).to(tl.int32)
