@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from portable_launches import launch_backward
+from direct_launches import launch_backward
 
 from flash_kernel import flash_attention
 from flash_kernel._triton.config import BlockConfig, KernelConfigs

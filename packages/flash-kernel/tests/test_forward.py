@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import triton
-from portable_launches import launch_forward
+from direct_launches import launch_forward
 
 from flash_kernel import flash_attention
 from flash_kernel._triton import launch, launch_decode

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from portable_launches import launch_backward, launch_forward
+from direct_launches import launch_backward, launch_forward
 
 from flash_kernel import (
     attention_reference,

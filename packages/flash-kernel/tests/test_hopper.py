@@ -13,8 +13,7 @@ from flash_kernel.variant import PLAIN, Packing, Variant
 
 pytest.importorskip("triton.experimental.gluon", reason="the kernels are written in Gluon")
 
-from flash_kernel._hopper.launch import launch_forward
-from flash_kernel._triton.launch import launch_forward as portable_forward
+from direct_launches import launch_forward, launch_hopper_forward
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -203,7 +202,7 @@ def parts(x, ends):
 )
 def test_packed_sequences_match_float64(variant, head_dim, device):
     q, k, v, packing = packed(head_dim, device, heads=(3, 3) if head_dim == 96 else (4, 2))
-    o, lse = launch_forward(q, k, v, variant, packing)
+    o, lse = launch_hopper_forward(q, k, v, variant, packing)
     of_q, of_k = ([parts(x, ends) for x in tensors] for tensors, ends in
                   (((q, o, lse), packing[0]), ((k, v), packing[1])))  # fmt: skip
     for q_i, o_i, lse_i, k_i, v_i in zip(*of_q, *of_k, strict=True):
@@ -221,14 +220,14 @@ def test_packed_sequences_match_float64(variant, head_dim, device):
 def test_packed_sequence_has_the_same_bits_whatever_its_neighbours_hold(right, head_dim, device):
     variant = Variant(0.125, right=right)
     q, k, v, packing = packed(head_dim, device)
-    expected = launch_forward(q, k, v, variant, packing)
-    again = launch_forward(q, k, v, variant, packing)
+    expected = launch_hopper_forward(q, k, v, variant, packing)
+    again = launch_hopper_forward(q, k, v, variant, packing)
     others = [x.clone() for x in (q, k, v)]
     (first, last), (first_k, last_k) = (x[1:3].tolist() for x in packing[:2])
     bounds = (first, last), (first_k, last_k), (first_k, last_k)
     for x, (start, end) in zip(others, bounds, strict=True):
         x[:, :, :start] = x[:, :, end:] = float("nan")
-    got = launch_forward(*others, variant, packing)
+    got = launch_hopper_forward(*others, variant, packing)
     for x, y, z in zip(expected, again, got, strict=True):
         assert torch.equal(x, y)
         assert torch.equal(x[:, :, first:last], z[:, :, first:last])
@@ -238,7 +237,7 @@ def test_public_function_of_packed_sequences_takes_hopper_and_is_differentiable(
     q, k, v, packing = packed(64, device)
     leaves = [x[0].transpose(0, 1).detach().requires_grad_() for x in (q, k, v)]
     o, lse = flash_attention_varlen(*leaves, *packing[:2], is_causal=True, return_lse=True)
-    expected, expected_lse = launch_forward(q, k, v, Variant(0.125, right=0), packing)
+    expected, expected_lse = launch_hopper_forward(q, k, v, Variant(0.125, right=0), packing)
     assert torch.equal(o, expected[0].transpose(0, 1))
     assert torch.equal(lse, expected_lse[0])
     do = torch.randn_like(o)
@@ -251,11 +250,11 @@ def test_public_function_of_packed_sequences_takes_hopper_and_is_differentiable(
 def test_growing_scores_of_packed_sequences_are_done_again(device):
     variant = Variant(0.125, right=0)
     q, k, v, packing = packed(64, device, heads=(2, 2))
-    plain = launch_forward(q, k, v, variant, packing)
+    plain = launch_hopper_forward(q, k, v, variant, packing)
     q, k = growing(q, k, 200)
-    o, lse = launch_forward(q, k, v, variant, packing)
+    o, lse = launch_hopper_forward(q, k, v, variant, packing)
     assert torch.equal(o[:, 0], plain[0][:, 0])
-    expected, expected_lse = portable_forward(q, k, v, variant, packing=packing)
+    expected, expected_lse = launch_forward(q, k, v, variant, packing=packing)
     torch.testing.assert_close(o, expected, rtol=2**-7, atol=2**-7)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="the kernel is written in Gluon")
 
 import triton.language as tl
+from direct_launches import launch_hopper_backward
 from gluon_simulator import (
     Buffer,
     Descriptor,
@@ -244,7 +245,7 @@ def simulate(
             "specify",
             lambda *x, **y: dataclasses.replace(specify(*x, **y), DQ_BY_TMA=by_tma),
         )
-    results = backward_launch.launch_backward(
+    results = launch_hopper_backward(
         q, k, v, o.detach().to(dtype), lse.detach().float(), do, dlse.float(), variant,
         is_deterministic=is_deterministic,
     )  # fmt: skip
@@ -263,7 +264,7 @@ def test_layout_the_copy_engine_cannot_read_is_refused_with_advice():
     q, k = torch.randn(1, 2, 8, 65), torch.randn(1, 2, 8, 64)
     lse = torch.randn(1, 2, 8)
     with pytest.raises(ValueError, match=r"`q` .* got strides .* Pass backward='triton'"):
-        backward_launch.launch_backward(q[..., 1:], k, k, k, lse, k, None, Variant(0.125))
+        launch_hopper_backward(q[..., 1:], k, k, k, lse, k, None, Variant(0.125))
 
 
 def test_contiguous_gradient_at_an_odd_address_is_copied_to_an_aligned_one():

@@ -6,6 +6,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="the kernel is written in Gluon")
 
+from direct_launches import launch_forward
 from gluon_simulator import (
     Descriptor,
     PackedDescriptor,
@@ -26,7 +27,7 @@ from flash_kernel._hopper.forward_spec import (
     forward_spec,
     score_factors,
 )
-from flash_kernel._triton.launch import NO_EXTRAS, launch_forward, redo_launch
+from flash_kernel._triton.launch import NO_EXTRAS, redo_launch
 from flash_kernel._triton.prepared import is_interpreted
 from flash_kernel.reference import dense_attention
 from flash_kernel.variant import PLAIN, Packing, Variant

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from portable_launches import launch_forward
+from direct_launches import launch_forward
 
 from flash_kernel import attention_reference, calls, flash_attention, flash_attention_varlen
 from flash_kernel._triton import launch

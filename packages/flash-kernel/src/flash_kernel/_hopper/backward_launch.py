@@ -92,29 +92,6 @@ def no_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
     return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
 
 
-def launch_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    dlse: Tensor | None,
-    variant: Variant,
-    *,
-    is_deterministic: bool = True,
-) -> Gradients:
-    """Return ``dq``, ``dk`` and ``dv`` of `prepare_backward`, prepared for this once.
-
-    ``dlse [B, H, M]`` is the gradient of the loss with respect to lse, None for zero.
-    """
-    has_dlse = dlse is not None
-    backward = prepare_backward(
-        q, k, v, o, do, variant, has_dlse=has_dlse, is_deterministic=is_deterministic
-    )
-    return backward(q, k, v, o, lse, do, dlse)
-
-
 def copied(do: Tensor) -> Tensor:
     """Copy a gradient to memory of its own; a contiguous one may only start at a wrong address."""
     return do.clone(memory_format=torch.contiguous_format)

@@ -28,7 +28,7 @@ from flash_kernel._hopper.forward_spec import (
     key_bytes,
     score_factors,
 )
-from flash_kernel._triton.launch import NO_EXTRAS, redo_launch, sequence_ends
+from flash_kernel._triton.launch import NO_EXTRAS, redo_launch
 from flash_kernel._triton.prepared import (
     Describe,
     PreparedLaunch,
@@ -40,7 +40,7 @@ from flash_kernel._triton.prepared import (
     is_aligned,
     packed_descriptor_shape,
 )
-from flash_kernel.variant import PLAIN, Packing, Variant
+from flash_kernel.variant import Variant
 
 # Triton 3.10 is to stop fusing by default; multiplications and additions apart cost 10%
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
@@ -95,21 +95,6 @@ class Forward:
         self.launch(*of_launch)
         self.redo(*of_redo)
         return o, lse
-
-
-def launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    variant: Variant,
-    packing: Packing | None = None,
-    *,
-    config: ForwardConfig | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return ``o`` and ``lse`` of `prepare_forward`, prepared for this once."""
-    num_sequences, ends = sequence_ends(packing)
-    forward = prepare_forward(q, k, v, variant, num_sequences, config=config)
-    return forward(q, k, v, (*PLAIN, *ends))
 
 
 def prepare_forward(
