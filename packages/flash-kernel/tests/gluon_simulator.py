@@ -384,6 +384,7 @@ class Simulator:
             id(primitives.barrier_sync): self.barrier_sync,
             id(primitives.barrier_arrive): self.barrier_arrive,
             id(primitives.computed_here): lambda x: x,
+            id(primitives.hidden): lambda x: x,
         }
 
     def watch(self, function, see):

@@ -308,7 +308,7 @@ WAIT_FOR_K = "mbarrier.wait(buffers.k_full.index(ring.k), ring.k_phase)"
         ("one parity of an mbarrier twice", 64, primitives.next_stage,
          "phase ^ wraps.to(gl.int32)", "phase"),
         # bytes that nobody announced
-        ("deadlock|more arrivals", 64, producer.load_queries,
+        ("deadlock|more arrivals", 64, producer.load_rows,
          "CONSUMERS * 64 * SPEC.ROW_BYTES", "64 * SPEC.ROW_BYTES"),
         # releases that are not taken back at the end
         ("ends half full", 64, producer.finish,

@@ -8,20 +8,8 @@ from flash_kernel._hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flash_kernel._hopper.primitives import accumulator_layout, computed_here
+from flash_kernel._hopper.primitives import accumulator_layout, computed_here, hidden
 from flash_kernel._triton.primitives import visible_keys
-
-
-@gluon.jit
-def hidden(constant):
-    """Return an integer that the compiler does not know.
-
-    Of the addresses of k and v, which never change, ptxas would make some 20 wgmma descriptors
-    before the loop, find no registers for them, and load them from the stack in every step.
-    """
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(constant)], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.constexpr_function

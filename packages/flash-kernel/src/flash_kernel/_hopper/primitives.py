@@ -79,3 +79,16 @@ def computed_here(x):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def hidden(constant):
+    """Return an integer that the compiler does not know.
+
+    Of addresses that never change, those of k and v in the backward, ptxas would make some 20 wgmma
+    descriptors before the loop, find no registers for them, and load them from the stack in every
+    step.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(constant)], dtype=gl.int32, is_pure=False, pack=1
+    )

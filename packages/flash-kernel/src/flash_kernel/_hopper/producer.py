@@ -32,11 +32,9 @@ def post(tile, buffers, buffer):
 
 
 @gluon.jit
-def load_queries(tile, buffer, tensors, buffers, SPEC: gl.constexpr):
-    """Post a tile, and copy its q."""
+def load_rows(tensor, tile, full, buffers, buffer, SPEC: gl.constexpr):
+    """Copy a tile's rows of q, or of another tensor of its shape."""
     CONSUMERS: gl.constexpr = SPEC.CONSUMERS
-    post(tile, buffers, buffer)
-    full = buffers.q_full.index(buffer)
     mbarrier.expect(full, CONSUMERS * 64 * SPEC.ROW_BYTES)
     for w in gl.static_range(CONSUMERS):
         if SPEC.SHARES_KEYS:
@@ -44,7 +42,7 @@ def load_queries(tile, buffer, tensors, buffers, SPEC: gl.constexpr):
         else:
             head, row = tile.head, tile.row + w * 64
         rows = Rows(tile.batch, head, tile.start, tile.seqlen_q)
-        load_tile(tensors.q, rows, row, full, buffers.q, buffer * CONSUMERS + w, SPEC)
+        load_tile(tensor, rows, row, full, buffers, buffer * CONSUMERS + w, SPEC)
 
 
 @gluon.jit
@@ -54,10 +52,11 @@ def load_block(tensor, rows, key, full, buffers, free, stage, SPEC: gl.constexpr
     A block that would begin before key 0 begins there; `hide` leaves out what others have seen.
     """
     BLOCK_N: gl.constexpr = SPEC.BLOCK_N
+    STAGES: gl.constexpr = buffers[0].shape[0]
     barrier_sync(free + stage, SPEC.THREADS)
     mbarrier.expect(full.index(stage), BLOCK_N * SPEC.ROW_BYTES)
     load_tile(tensor, rows, gl.maximum(key, 0), full.index(stage), buffers, stage, SPEC)
-    return following(stage, SPEC.STAGES)
+    return following(stage, STAGES)
 
 
 @gluon.jit
@@ -101,17 +100,23 @@ def producer(tensors, shape, buffers, SPEC: gl.constexpr):
         tile, k_start = locate(number, tensors, shape, SPEC)
         if tile.row < tile.seqlen_q:
             barrier_sync(q_free(buffer), SPEC.THREADS)
-            load_queries(tile, buffer, tensors, buffers, SPEC)
+            post(tile, buffers, buffer)
+            load_rows(tensors.q, tile, buffers.q_full.index(buffer), buffers.q, buffer, SPEC)
             k_stage, v_stage = load_keys(
                 tile, k_start, k_stage, v_stage, tensors, shape, buffers, SPEC
             )
             buffer = following(buffer, SPEC.Q_BUFFERS)
         number = upcoming
-    if gl.atomic_add(tensors.workspace + CTAS_DONE, 1) == programs - 1:
-        # nobody takes a tile any more
-        gl.store(tensors.workspace + NEXT_TILE, 0)
-        gl.store(tensors.workspace + CTAS_DONE, 0)
+    leave_counter(tensors.workspace, programs)
     finish(buffer, buffers, SPEC)
+
+
+@gluon.jit
+def leave_counter(workspace, programs):
+    """Count a CTA that takes no more tiles; the last one clears the workspace."""
+    if gl.atomic_add(workspace + CTAS_DONE, 1) == programs - 1:
+        gl.store(workspace + NEXT_TILE, 0)
+        gl.store(workspace + CTAS_DONE, 0)
 
 
 @gluon.jit
