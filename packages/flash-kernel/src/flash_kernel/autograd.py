@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_kernel._hopper.config import BuildFailure, LayoutRefusal
+from flash_kernel._hopper.config import WIDEST_FUSED, BuildFailure, LayoutRefusal
 from flash_kernel._triton.config import ALIGNMENT, float32_precision, has_few_queries
 from flash_kernel.backward import flash_attention_backward, flash_attention_backward_compiled
 from flash_kernel.calls import Call
@@ -225,6 +225,10 @@ def _prepared_backward(
     has_dlse: bool,
 ) -> Callable[..., Gradients]:
     plan, variant, view = call.plan, call.variant, as_batch_and_heads
+    if plan.backward == "hopper" and q.shape[-1] > WIDEST_FUSED:
+        from flash_kernel._hopper import wide_launch as wide
+
+        return wide.prepare_backward(q, k, v, o, do, variant, has_dlse=has_dlse, view=view)
     if plan.backward == "hopper":
         from flash_kernel._hopper import backward_launch as hopper
 

@@ -174,7 +174,8 @@ def _own_backward(request: Request, impl: str, backward: str) -> str:
         return backward
     if impl in KERNELS:
         for kernels in KERNELS[KERNELS.index(impl) :]:
-            if refuse_backward(request, impl, kernels) is None:
+            is_chosen = kernels != "hopper" or request.head_dim in hopper.AUTO_HEAD_DIMS
+            if is_chosen and refuse_backward(request, impl, kernels) is None:
                 return kernels
         return "dense"
     return "mock" if impl == "mock" else "autograd"
@@ -282,9 +283,9 @@ def hopper_lacks(request: Request, option: str) -> str | None:
         return f"takes {' and '.join(layouts)} tensors only, got the layout {request.layout!r}"
     if request.head_dim != request.head_dim_v:
         return f"needs v as wide as q, got {request.head_dim_v} and {request.head_dim}"
-    if request.head_dim not in hopper.HEAD_DIMS[option]:
-        known = hopper.named_head_dims(option)
-        return f"takes {known} as `head_dim`, got {request.head_dim}"
+    if request.head_dim not in hopper.HEAD_DIMS:
+        step, most = hopper.HEAD_DIMS.step, hopper.HEAD_DIMS[-1]
+        return f"takes multiples of {step} up to {most} as `head_dim`, got {request.head_dim}"
     if request.modifiers:
         return f"has no {', '.join(sorted(request.modifiers))}"
     if option == "backward" and request.variant.softcap is not None:

@@ -92,6 +92,18 @@ def no_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
     return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
 
 
+def check_backward_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless the copy engine can read q, k and v, which dq, dk and dv lie like."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not is_aligned(x):
+            msg = (
+                f"backward='hopper' reads `{name}` by the copy engine: its rows must be contiguous,"
+                " and its address and other strides multiples of 16 bytes, got strides "
+                f"{x.stride()}. Pass backward='triton' or backward='auto', or a contiguous tensor."
+            )
+            raise LayoutRefusal(msg)
+
+
 def copied(do: Tensor) -> Tensor:
     """Copy a gradient to memory of its own; a contiguous one may only start at a wrong address."""
     return do.clone(memory_format=torch.contiguous_format)
@@ -121,14 +133,7 @@ def prepare_backward(
         return no_gradients
     dq = view(torch.empty_like(q))
     q, k, v, o, do = map(view, (q, k, v, o, do))
-    for name, x in (("q", q), ("k", k), ("v", v)):  # dk and dv follow k and v
-        if not is_aligned(x):
-            msg = (
-                f"backward='hopper' reads `{name}` by the copy engine: its rows must be contiguous,"
-                " and its address and other strides multiples of 16 bytes, got strides "
-                f"{x.stride()}. Pass backward='triton' or backward='auto', or a contiguous tensor."
-            )
-            raise LayoutRefusal(msg)
+    check_backward_layout(q, k, v)
     # a gradient comes as autograd made it, often expanded or transposed; the caller cannot help it
     copies_do = not is_aligned(do)
     spec = specify(q, k, variant, is_deterministic=is_deterministic)

@@ -10,7 +10,7 @@ OLDEST_TRITON = (3, 6)
 DTYPES = (torch.float16, torch.bfloat16)
 LAYOUTS = {"impl": ("dense", "packed"), "backward": ("dense",)}
 MAX_SEQLEN = 1 << 28  # rows are counted in 32 bits
-# What `auto` takes of what the forward can do; the rest it leaves to the portable kernels.
+# What `auto` takes of what the kernels can do; the rest it leaves to the portable kernels.
 # Up to 32 columns are padded to 64 here: the portable kernels make half the products there.
 AUTO_HEAD_DIMS: Sequence[int] = range(40, 257, 8)
 AUTO_LAYOUTS = ("dense", "packed")
@@ -19,8 +19,9 @@ AUTO_SOFTCAP = True
 # than for two with them, and the GPU hardly any.
 FEW_ROWS = 256
 SMALLEST_SCALE = 1e-30  # the running maximum is that of unscaled scores: a scale must be positive
-# the forward pads to one of its widths; the copy engine takes rows in multiples of 16 bytes
-HEAD_DIMS: dict[str, Sequence[int]] = {"impl": range(8, 257, 8), "backward": (64, 128)}
+# all are padded to one of a few widths; the copy engine takes rows in multiples of 16 bytes
+HEAD_DIMS = range(8, 257, 8)
+WIDEST_FUSED = 128  # up to here one kernel makes dq, dk and dv; above, dk and dv fill its registers
 
 WARPGROUP_ROWS = 64  # query rows of one warpgroup: the M of a wgmma
 
@@ -87,14 +88,6 @@ FORWARD_LONG = {
     (256,): ForwardConfig(block_n=64, q_buffers=1, swath_mib=64),
 }
 LONG = 8192
-
-
-def named_head_dims(option: str) -> str:
-    """Return in words what `HEAD_DIMS` has of the forward ("impl") or the backward."""
-    head_dims = HEAD_DIMS[option]
-    if isinstance(head_dims, range):
-        return f"multiples of {head_dims.step} up to {head_dims[-1]}"
-    return " or ".join(map(str, head_dims))
 
 
 def is_chosen(layout: str, head_dim: int, longest: int, *, has_softcap: bool) -> bool:

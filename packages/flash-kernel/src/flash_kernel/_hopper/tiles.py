@@ -8,6 +8,7 @@ from flash_kernel._triton.config import PACKED_ROWS
 # Named barriers, 5 to 15; one for each consumer, q buffer, or stage.
 TURN: gl.constexpr = gl.constexpr(5)
 Q_FREE: gl.constexpr = gl.constexpr(8)
+DO_FREE: gl.constexpr = gl.constexpr(9)  # in place of q's second buffer
 K_FREE: gl.constexpr = gl.constexpr(10)
 V_FREE: gl.constexpr = gl.constexpr(13)
 

@@ -217,24 +217,19 @@ def accumulate_heads(
     return dk_j, dv_j
 
 
-@triton.jit(do_not_specialize=["num_heads_k", *VARYING])
-def flash_attention_dk_dv_kernel(
-    q, k, v, do, dk, dv, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
-    slope_strides, bias_strides, mask_strides, num_heads_k, group, seqlen_q, padded_q, seqlen_k,
-    num_sequences, scale, scale_log2, left, right, softcap, SPEC: tl.constexpr,
+@triton.jit
+def dk_dv_tile(
+    batch_head, tile, q, k, v, do, dk, dv, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides,
+    dv_strides, slope_strides, bias_strides, mask_strides, num_heads_k, group, seqlen_q, padded_q,
+    seqlen_k, num_sequences, scale, scale_log2, left, right, softcap, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv, one key tile a program; grid ``(batch * num_heads_k, cdiv(seqlen_k, BLOCK_N))``.
-
-    The ``group`` query heads that share the keys are walked one after the other.  Packed sequences
-    take a grid ``(slots, num_heads_k)``.
-    """
+    """Write dk and dv of one key tile; the arguments are those of the kernels below."""
     BLOCK_N: tl.constexpr = SPEC.BLOCK_N
     WIDTHS: tl.constexpr = SPEC.WIDTHS
     WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    batch_head, tile = head_and_tile(SPEC)
     batch = (batch_head // num_heads_k).to(tl.int32)
     head_k = (batch_head % num_heads_k).to(tl.int32)
     found, tile = find_sequence(
@@ -246,7 +241,6 @@ def flash_attention_dk_dv_kernel(
         if tile * BLOCK_N >= seqlen_k:
             return
     col = tile * BLOCK_N
-
     k_rows = rows_of(k, k_strides, batch, head_k, k_start, seqlen_k, HEAD_DIM, SPEC)
     v_rows = rows_of(v, v_strides, batch, head_k, k_start, seqlen_k, HEAD_DIM_V, SPEC)
     dk_rows = rows_of(dk, dk_strides, batch, head_k, k_start, seqlen_k, HEAD_DIM, SPEC)
@@ -267,6 +261,27 @@ def flash_attention_dk_dv_kernel(
             )
     store_rows(dk_rows, scale_rows(dk_j, scale), col, SPEC)
     store_rows(dv_rows, dv_j, col, SPEC)
+
+
+@triton.jit(do_not_specialize=["num_heads_k", *VARYING])
+def flash_attention_dk_dv_kernel(
+    q, k, v, do, dk, dv, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    slope_strides, bias_strides, mask_strides, num_heads_k, group, seqlen_q, padded_q, seqlen_k,
+    num_sequences, scale, scale_log2, left, right, softcap, SPEC: tl.constexpr,
+):  # fmt: skip
+    """dk and dv, one key tile a program; grid ``(batch * num_heads_k, cdiv(seqlen_k, BLOCK_N))``.
+
+    The ``group`` query heads that share the keys are walked one after the other.  Packed sequences
+    take a grid ``(slots, num_heads_k)``.
+    """
+    batch_head, tile = head_and_tile(SPEC)
+    dk_dv_tile(
+        batch_head, tile, q, k, v, do, dk, dv, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dk_strides,
+        dv_strides, slope_strides, bias_strides, mask_strides, num_heads_k, group, seqlen_q,
+        padded_q, seqlen_k, num_sequences, scale, scale_log2, left, right, softcap, SPEC,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -300,25 +315,19 @@ def accumulate_dq(
     return dq_i
 
 
-@triton.jit(do_not_specialize=["num_heads", *VARYING])
-def flash_attention_dq_kernel(
-    q, k, v, do, dq, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides, slope_strides,
-    bias_strides, mask_strides, num_heads, group, seqlen_q, padded_q, seqlen_k, num_sequences,
-    scale, scale_log2, left, right, softcap, SPEC: tl.constexpr,
+@triton.jit
+def dq_tile(
+    batch_head, tile, q, k, v, do, dq, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides,
+    slope_strides, bias_strides, mask_strides, num_heads, group, seqlen_q, padded_q, seqlen_k,
+    num_sequences, scale, scale_log2, left, right, softcap, SPEC: tl.constexpr,
 ):  # fmt: skip
-    """dq, one query tile a program; grid ``(batch * num_heads, cdiv(seqlen_q, BLOCK_M))``.
-
-    Packed sequences take ``(slots, num_heads)``.
-    """
+    """Write dq of one query tile; the arguments are those of the kernels below."""
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     WIDTHS: tl.constexpr = SPEC.WIDTHS
     WIDTHS_V: tl.constexpr = SPEC.WIDTHS_V
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
-    batch_head, tile = head_and_tile(SPEC)
-    if SPEC.HAS_RIGHT:
-        tile = last_tile_first(tile, SPEC)
     batch = (batch_head // num_heads).to(tl.int32)
     head = (batch_head % num_heads).to(tl.int32)
     found, tile = find_sequence(
@@ -330,7 +339,6 @@ def flash_attention_dq_kernel(
         if tile * BLOCK_M >= seqlen_q:
             return
     row = tile * BLOCK_M
-
     q_rows = rows_of(q, q_strides, batch, head, q_start, seqlen_q, HEAD_DIM, SPEC)
     k_rows = rows_of(k, k_strides, batch, head // group, k_start, seqlen_k, HEAD_DIM, SPEC)
     v_rows = rows_of(v, v_strides, batch, head // group, k_start, seqlen_k, HEAD_DIM_V, SPEC)
@@ -367,3 +375,25 @@ def flash_attention_dq_kernel(
                 x, True, True, SPEC,
             )  # fmt: skip
     store_rows(dq_rows, scale_rows(dq_i, scale), row, SPEC)
+
+
+@triton.jit(do_not_specialize=["num_heads", *VARYING])
+def flash_attention_dq_kernel(
+    q, k, v, do, dq, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr, cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides, slope_strides,
+    bias_strides, mask_strides, num_heads, group, seqlen_q, padded_q, seqlen_k, num_sequences,
+    scale, scale_log2, left, right, softcap, SPEC: tl.constexpr,
+):  # fmt: skip
+    """dq, one query tile a program; grid ``(batch * num_heads, cdiv(seqlen_q, BLOCK_M))``.
+
+    Packed sequences take ``(slots, num_heads)``.
+    """
+    batch_head, tile = head_and_tile(SPEC)
+    if SPEC.HAS_RIGHT:
+        tile = last_tile_first(tile, SPEC)
+    dq_tile(
+        batch_head, tile, q, k, v, do, dq, statistics_ptr, slopes_ptr, bias_ptr, mask_ptr,
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_strides, k_strides, v_strides, do_strides, dq_strides,
+        slope_strides, bias_strides, mask_strides, num_heads, group, seqlen_q, padded_q, seqlen_k,
+        num_sequences, scale, scale_log2, left, right, softcap, SPEC,
+    )  # fmt: skip

@@ -59,7 +59,7 @@ class Options(NamedTuple):
     use_descriptors: bool | None  # None: if the device and the tensors' alignment allow it
     num_sequences: int | None = None  # of packed tensors; None where they are not packed
     view: View = as_it_is  # of what is handed to the launch; it is prepared with what this shows
-    redoes: bool = False  # only the tiles that another forward has marked
+    redoes: bool = False  # only the tiles that another kernel has marked
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

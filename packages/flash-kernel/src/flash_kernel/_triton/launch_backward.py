@@ -17,6 +17,7 @@ from flash_kernel._triton.config import (
 from flash_kernel._triton.launch import (
     LOG2_E,
     NO_EXTRAS,
+    REDO_PROGRAMS,
     Options,
     default_configs,
     kernel_spec,
@@ -25,11 +26,16 @@ from flash_kernel._triton.launch import (
     window_scalars,
 )
 from flash_kernel._triton.prepared import PreparedLaunch, View, as_it_is, blank, compile_together
+from flash_kernel._triton.redo_backward import (
+    flash_attention_dk_dv_redo_kernel,
+    flash_attention_dq_redo_kernel,
+)
 from flash_kernel._triton.row_statistics import flash_attention_row_statistics_kernel
 from flash_kernel.gradients import Gradients, sink_gradient
 from flash_kernel.variant import PLAIN, Modifiers, Variant
 
 STATISTICS_CONFIG = BlockConfig(block_m=STATISTICS_BLOCK_M)
+MARKED_ROWS = 64  # of q, or of k, that share a mark
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,17 +127,21 @@ def prepare_dk_dv(
     modifiers: Modifiers,
     options: Options,
 ) -> PreparedLaunch:
-    """Prepare dk and dv: one program per key head and key tile."""
+    """Prepare dk and dv: one program per key head and key tile, or some that redo marked ones."""
     config = (options.configs or default_configs(q, v)).dk_dv
+    kernel = flash_attention_dk_dv_kernel
+    if options.redoes:
+        kernel = flash_attention_dk_dv_redo_kernel
+        config = dataclasses.replace(config, block_n=MARKED_ROWS)
     batch, num_heads_k, seqlen_k, _ = k.shape
     seqlen_q, scale = q.shape[2], options.variant.scale
     padded_q = padded_rows(seqlen_q, options.num_sequences)
     scalars = (num_heads_k, q.shape[1] // num_heads_k, seqlen_q, padded_q, seqlen_k)
     return prepare(
-        flash_attention_dk_dv_kernel,
-        tile_grid(batch, num_heads_k, seqlen_k, config.block_n, options.num_sequences),
+        kernel,
+        backward_grid(batch, num_heads_k, seqlen_k, config.block_n, options),
         {"q": q, "k": k, "v": v, "do": do, "dk": dk, "dv": dv},
-        6,
+        7 if options.redoes else 6,
         modifiers,
         (*scalars, options.num_sequences or 0, scale, scale * LOG2_E, *window_scalars(options)),
         config,
@@ -151,23 +161,39 @@ def prepare_dq(
     modifiers: Modifiers,
     options: Options,
 ) -> PreparedLaunch:
-    """Prepare dq: one program per head and query tile."""
+    """Prepare dq: one program per head and query tile, or some that redo marked ones."""
     config = (options.configs or default_configs(q, v)).dq
+    kernel = flash_attention_dq_kernel
+    if options.redoes:
+        kernel = flash_attention_dq_redo_kernel
+        config = dataclasses.replace(config, block_m=MARKED_ROWS)
     batch, num_heads, seqlen_q, _ = q.shape
     scale = options.variant.scale
     padded_q = padded_rows(seqlen_q, options.num_sequences)
     scalars = (num_heads, num_heads // k.shape[1], seqlen_q, padded_q, k.shape[2])
     return prepare(
-        flash_attention_dq_kernel,
-        tile_grid(batch, num_heads, seqlen_q, config.block_m, options.num_sequences),
+        kernel,
+        backward_grid(batch, num_heads, seqlen_q, config.block_m, options),
         {"q": q, "k": k, "v": v, "do": do, "dq": dq},
-        6,
+        7 if options.redoes else 6,
         modifiers,
         (*scalars, options.num_sequences or 0, scale, scale * LOG2_E, *window_scalars(options)),
         config,
         kernel_spec(q, v, config, modifiers, options),
         options,
     )
+
+
+def backward_grid(
+    batch: int, num_heads: int, num_rows: int, block: int, options: Options
+) -> tuple[int, int]:
+    """Return the grid of dk and dv, or of dq."""
+    grid = tile_grid(batch, num_heads, num_rows, block, options.num_sequences)
+    if not options.redoes:
+        return grid
+    # enough to look at all marks in a few steps; most often there are none
+    heads, tiles = grid
+    return heads, min(tiles, triton.cdiv(REDO_PROGRAMS, heads))
 
 
 def prepare_row_statistics(
