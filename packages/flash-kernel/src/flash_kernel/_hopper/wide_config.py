@@ -1,0 +1,32 @@
+"""What the backward of wide heads, over 128 columns, is compiled for: plain data, no Triton."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KeysSpec:
+    """The compile-time side of a launch of dk and dv, handed to the kernel as one ``constexpr``."""
+
+    WIDTHS: tuple[int, ...]  # columns of the pieces of a tile: the head dim, padded
+    BLOCK_M: int = 64  # query rows of a block
+    BLOCK_N: int = 64  # keys of a tile
+    STAGES: int = 2  # blocks of q, and of do, on their way or in use
+    IS_GROUPED: bool = False  # several query heads share a head of k and v
+    HAS_LEFT: bool = False  # a window bounds the keys before a row's position
+    HAS_RIGHT: bool = False  # a window, or causality, bounds the keys after it
+    HAS_TAIL: bool = False  # never: a key past the end has a row of dk and dv to itself
+    HAS_MASK: bool = False  # never; `_triton.primitives` asks
+    USE_DESCRIPTORS: bool = False  # likewise
+    PAGE_SIZE: int = 0
+    IS_PACKED: bool = False
+    SCORES_FIRST: tuple[bool, bool] = (False, False)
+
+    @property
+    def ROW_BYTES(self) -> int:
+        """Bytes that the copy engine counts for a row."""
+        return 2 * sum(self.WIDTHS)
+
+    @property
+    def HIDES_PAIRS(self) -> bool:
+        """Whether a row may be kept from keys that are there, not only from those past the end."""
+        return self.HAS_LEFT or self.HAS_RIGHT
