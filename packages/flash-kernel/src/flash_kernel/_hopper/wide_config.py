@@ -1,4 +1,4 @@
-"""What the Hopper backward for head dims above 128 is compiled for: plain data, no Triton."""
+"""What the backward of wide heads, over 128 columns, is compiled for: plain data, no Triton."""
 
 from dataclasses import dataclass
 
@@ -11,20 +11,26 @@ DQ = ForwardConfig(block_n=64, stages=2, q_buffers=1)
 
 @dataclass(frozen=True)
 class KeysSpec:
-    """The compile-time side of the dk and dv launch, passed to the kernel as one ``constexpr``."""
+    """The compile-time side of a launch of dk and dv, handed to the kernel as one ``constexpr``."""
 
     WIDTHS: tuple[int, ...]  # columns of the pieces of a tile: the head dim, padded
     BLOCK_M: int = 64  # query rows of a block
-    BLOCK_N: int = 64  # key rows of a tile
+    BLOCK_N: int = 64  # keys of a tile
     STAGES: int = 2  # blocks of q, and of do, on their way or in use
     IS_GROUPED: bool = False  # several query heads share a head of k and v
     HAS_LEFT: bool = False  # a window bounds the keys before a row's position
     HAS_RIGHT: bool = False  # a window, or causality, bounds the keys after it
-    HAS_TAIL: bool = False  # the last tile of keys is not full
+    HAS_TAIL: bool = False  # never: a key past the end has a row of dk and dv to itself
     HAS_MASK: bool = False  # never; `_triton.primitives` asks
     USE_DESCRIPTORS: bool = False  # likewise
-    IS_PACKED: bool = False
     PAGE_SIZE: int = 0
+    IS_PACKED: bool = False
+    SCORES_FIRST: tuple[bool, bool] = (False, False)
+
+    @property
+    def ROW_BYTES(self) -> int:
+        """Bytes that the copy engine counts for a row."""
+        return 2 * sum(self.WIDTHS)
 
     @property
     def HIDES_PAIRS(self) -> bool:
