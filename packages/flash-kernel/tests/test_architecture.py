@@ -23,7 +23,7 @@ LAYERS = (
     (
         *("reference", "packed", "calls", "_triton.tiles", "_triton.probe", "_triton.prepared"),
         *("_hopper.primitives", "_hopper.tiles", "_hopper.forward_spec"),
-        *("_hopper.backward_config", "_hopper.reduce"),
+        *("_hopper.backward_config", "_hopper.wide_config", "_hopper.reduce"),
     ),
     (
         *("backward", "torch_attention", "mock", "_tolerance", "cache"),
@@ -34,10 +34,17 @@ LAYERS = (
         *("_hopper.softmax", "_hopper.producer"),
         *("_hopper.backward_tiles", "_hopper.backward_step", "_hopper.backward_ends"),
     ),
-    ("_triton.forward", "_triton.backward", "_hopper.backward_copies", "_hopper.consumer"),
-    ("_triton.launch", "_triton.decode", "_hopper.forward", "_hopper.backward"),
-    ("_triton.launch_backward", "_triton.launch_decode", "_hopper.launch"),
-    ("_hopper.backward_launch",),
+    (
+        *("_triton.forward", "_triton.backward", "_hopper.backward_copies", "_hopper.consumer"),
+        "_hopper.wide_dq_producer",
+    ),
+    (
+        *("_triton.launch", "_triton.decode", "_triton.redo_backward"),
+        *("_hopper.forward", "_hopper.backward", "_hopper.wide_dk_dv", "_hopper.wide_dq_consumer"),
+    ),
+    ("_triton.launch_backward", "_triton.launch_decode", "_hopper.launch", "_hopper.wide_dq"),
+    ("_hopper.backward_launch", "_hopper.wide_dk_dv_launch", "_hopper.wide_dq_launch"),
+    ("_hopper.wide_launch",),
     ("autograd", "explain"),
     ("ops", "packed_autograd", "decode"),
     ("sequence_ops",),

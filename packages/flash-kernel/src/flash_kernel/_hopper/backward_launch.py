@@ -23,7 +23,13 @@ from flash_kernel._hopper.backward_tiles import Problem
 from flash_kernel._hopper.compat import TensorDescriptor, gl
 from flash_kernel._hopper.config import LayoutRefusal
 from flash_kernel._hopper.forward_spec import LOG2_E
-from flash_kernel._hopper.launch import OPTIONS, Launch, describe_tiles, num_sms
+from flash_kernel._hopper.launch import (
+    OPTIONS,
+    Launch,
+    describe_floats,
+    describe_tiles,
+    num_sms,
+)
 from flash_kernel._triton.launch import NO_EXTRAS
 from flash_kernel._triton.prepared import (
     Describe,
@@ -251,13 +257,3 @@ def describers(
     )
     statistics, sums = describe_floats([2 * spec.BLOCK_M]), describe_floats([16, 256])
     return queries, keys, keys, queries, keys, keys, statistics, sums
-
-
-def describe_floats(block: list[int]) -> Describe:
-    """Return what makes a descriptor by float32 blocks of that shape, which lie plainly."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
-
-    def describe(x: Tensor) -> Any:
-        return TensorDescriptor(x, *descriptor_shape(x), block, layout)
-
-    return describe

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -192,6 +193,16 @@ def describe_packed_tiles(block: list[int], dtype: torch.dtype, view: View) -> D
     """Return the same of packed sequences."""
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
     return lambda x: TensorDescriptor(view(x), *packed_descriptor_shape(view(x)), block, layout)
+
+
+def describe_floats(block: list[int]) -> Describe:
+    """Return what makes a descriptor by float32 blocks of that shape, which lie plainly."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=len(block))
+
+    def describe(x: Tensor) -> Any:
+        return TensorDescriptor(x, *descriptor_shape(x), block, layout)
+
+    return describe
 
 
 _workspaces: dict[tuple[int, int], Tensor] = {}

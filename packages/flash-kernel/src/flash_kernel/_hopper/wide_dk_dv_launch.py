@@ -7,10 +7,15 @@ import triton
 from torch import Tensor
 
 from flash_kernel._hopper.backward_config import BYTES_TOGETHER
-from flash_kernel._hopper.backward_launch import describe_floats
 from flash_kernel._hopper.config import widths_of
 from flash_kernel._hopper.forward_spec import LOG2_E, Sizes, clipped
-from flash_kernel._hopper.launch import OPTIONS, Launch, describe_tiles, num_sms
+from flash_kernel._hopper.launch import (
+    OPTIONS,
+    Launch,
+    describe_floats,
+    describe_tiles,
+    num_sms,
+)
 from flash_kernel._hopper.wide_config import KeysSpec
 from flash_kernel._hopper.wide_dk_dv import Problem, flash_attention_wide_dk_dv_kernel
 from flash_kernel._triton.launch_backward import padded_rows
