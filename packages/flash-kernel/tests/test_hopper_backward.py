@@ -13,8 +13,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_HOPPER, reason="needs a GPU of compute capability 9.0"),
 ]
-MODES = pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "fast"])
-HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+# above 128 there is one mode
+MODES = pytest.mark.parametrize(
+    ("head_dim", "deterministic"),
+    [(64, True), (64, False), (96, True), (128, True), (128, False), (192, True), (256, True)],
+)
 
 # the portable forward, so that a wrong value points at the backward
 attention = partial(flash_attention, impl="triton", backward="hopper")
@@ -45,7 +49,6 @@ def assert_as_accurate_as_portable(q, k, v, do=None, *, deterministic=True, **op
             assert statistic(error) <= limit, f"{name}: {statistic(error):.3g} > {limit:.3g}"
 
 
-@HEAD_DIMS
 @MODES
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
@@ -60,7 +63,13 @@ def test_gradients_match_float64(seqlen_q, seqlen_k, is_causal, deterministic, h
     assert_matches_reference(fn, q, k, v, is_causal=is_causal)
 
 
-@HEAD_DIMS
+@pytest.mark.parametrize("head_dim", [8, 40, 72, 120, 136, 200, 248])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_head_dims_between_are_padded(head_dim, is_causal):
+    q, k, v = make_qkv(2, 3, 300, 333, head_dim, dtype=torch.bfloat16, device="cuda")
+    assert_matches_reference(partial(attention, is_causal=is_causal), q, k, v, is_causal=is_causal)
+
+
 @MODES
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_float16_scale_and_gradient_of_lse(is_causal, deterministic, head_dim):
@@ -72,7 +81,6 @@ def test_float16_scale_and_gradient_of_lse(is_causal, deterministic, head_dim):
     assert_matches_reference(fn, q, k, v, is_causal=is_causal, scale=0.2, dlse=dlse)
 
 
-@HEAD_DIMS
 @MODES
 @pytest.mark.parametrize(
     ("heads_k", "window", "is_causal"),
@@ -106,7 +114,6 @@ def test_strides_are_honoured(layout, head_dim):
     assert_as_accurate_as_portable(q, k, v, do, is_causal=True)
 
 
-@HEAD_DIMS
 @MODES
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_scores_far_from_zero_stay_finite(is_causal, deterministic, head_dim):
@@ -130,7 +137,6 @@ def test_deterministic_gradients_are_bitwise_repeatable(batch, seqlen, is_causal
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@HEAD_DIMS
 @MODES
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_many_tiles_of_long_sequences_match_the_portable_backward(
@@ -149,6 +155,41 @@ def test_many_tiles_of_long_sequences_match_the_portable_backward(
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-7 * y.abs().max().item())
 
 
+@HEAD_DIMS
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_gradients_of_a_sequence_do_not_depend_on_its_batch(is_causal, head_dim):
+    q, k, v = make_qkv(7, 8, 1000, 700, head_dim, dtype=torch.bfloat16, device="cuda")
+    k, v, do = k[:, :4], v[:, :4], torch.randn_like(q)
+    fn = partial(attention, is_causal=is_causal)
+    together = gradients(fn, q, k, v, do)
+    alone = gradients(fn, q[3:4], k[3:4], v[3:4], do[3:4])
+    for x, y in zip(together, alone, strict=True):
+        assert torch.equal(x[3:4], y)
+
+
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (70, 9)}], ids=str)
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+def test_nan_reaches_those_who_see_it_and_no_other(where, options, head_dim):
+    """Where a result is not finite, it is computed anew, and exactly."""
+    seqlen, position = 500, 290
+    names = ("q", "k", "v", "do")
+    q, k, v = make_qkv(1, 4, seqlen, seqlen, head_dim, dtype=torch.bfloat16, device="cuda")
+    clean = dict(zip(names, (q, k, v, torch.randn_like(q)), strict=True))
+    dirty = {name: x.clone() for name, x in clean.items()}
+    dirty[where][..., position, 3] = float("nan")
+    left, right = options.get("window", (seqlen, 0))
+    distance = torch.arange(seqlen)[None, :] - torch.arange(seqlen)[:, None]  # key - row
+    visible = (distance <= right) & (distance >= -left)
+    rows = torch.arange(seqlen) == position if where in ("q", "do") else visible[:, position]
+    keys = visible[rows].any(0)
+    got, expected = (gradients(partial(attention, **options), *x.values()) for x in (dirty, clean))
+    for x, y, reached in zip(got, expected, (rows, keys, keys), strict=True):
+        untouched = ~reached.cuda()
+        torch.testing.assert_close(x[:, :, untouched], y[:, :, untouched], rtol=2**-6, atol=2**-7)
+    assert not got[0][:, :, rows.cuda()].isfinite().flatten(2).all()
+
+
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(8000, 5000), (3000, 9000), (4500, 4500)])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 def test_rotated_tiles_of_unequal_lengths_match_float64(seqlen_q, seqlen_k, is_causal):
@@ -157,10 +198,12 @@ def test_rotated_tiles_of_unequal_lengths_match_float64(seqlen_q, seqlen_k, is_c
     assert_as_accurate_as_portable(q, k, v, is_causal=is_causal)
 
 
-@MODES
+@pytest.mark.parametrize(
+    ("head_dim", "deterministic"), [(128, True), (128, False), (192, True), (256, True)]
+)
 @pytest.mark.parametrize("seqlen", [1000, 4500])
-def test_streams_and_graphs_do_not_share_counters(seqlen, deterministic):
-    q, k, v = make_qkv(2, 4, seqlen, seqlen, 128, dtype=torch.bfloat16, device="cuda")
+def test_streams_and_graphs_do_not_share_counters(seqlen, head_dim, deterministic):
+    q, k, v = make_qkv(2, 4, seqlen, seqlen, head_dim, dtype=torch.bfloat16, device="cuda")
     do = torch.randn_like(q)
     fn = partial(attention, is_causal=True, deterministic=deterministic)
     expected = gradients(fn, q, k, v, do)

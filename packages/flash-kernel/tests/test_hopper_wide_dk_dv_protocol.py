@@ -14,7 +14,6 @@ from gluon_simulator import Descriptor, Pointer, Simulator, Value
 from flash_kernel._hopper import wide_dk_dv
 from flash_kernel._hopper.forward_spec import Sizes, clipped
 from flash_kernel._hopper.wide_dk_dv_launch import problem_of, specify
-from flash_kernel._triton.prepared import is_interpreted
 from flash_kernel.reference import dense_attention
 from flash_kernel.variant import Modifiers, Variant
 
@@ -73,6 +72,7 @@ def simulate(
     variant = clipped(variant, sizes)
     spec = specify(sizes, variant)
     import dataclasses
+
     spec = dataclasses.replace(spec, SCORES_FIRST=scores_first)
     problem = problem_of(sizes, variant, spec)
     if together is not None:
@@ -81,9 +81,7 @@ def simulate(
     keys = sizes.batch, sizes.num_heads_k, sizes.seqlen_k
     dk, dv = (np.full((*keys, sizes.head_dim), np.nan, np.float32) for _ in range(2))
     tensors = [inputs[x].float().numpy() for x in ("q", "k", "v", "do")] + [dk, dv]
-    pieces = [
-        [Descriptor(x, [1, 1, 64, width], name) for x in tensors] for width in spec.WIDTHS
-    ]
+    pieces = [[Descriptor(x, [1, 1, 64, width], name) for x in tensors] for width in spec.WIDTHS]
     statistics = row_statistics(
         o.detach(), lse.detach(), inputs["do"].double(), dlse, problem.padded_q
     )
@@ -126,7 +124,13 @@ def test_gradients_are_right_and_the_barriers_hold(head_dim, lengths, right, dty
     variant = Variant(head_dim**-0.5, right=right)
     for first in ((False, False), (True, True), (True, False), (False, True)):
         for seed in range(4):
-            check(Sizes(1, 2, 2, *lengths, head_dim), variant, dtype=dtype, seed=seed, scores_first=first)
+            check(
+                Sizes(1, 2, 2, *lengths, head_dim),
+                variant,
+                dtype=dtype,
+                seed=seed,
+                scores_first=first,
+            )
 
 
 @pytest.mark.parametrize("window", [(50, 0), (70, 30), (0, 0), (None, 100)], ids=str)
@@ -141,7 +145,8 @@ def test_heads_of_a_group_share_keys():
 
 
 if __name__ == "__main__":
-    import sys, time
+    import time
+
     t = time.time()
-    check(Sizes(1, 2, 2, 200, 330, 256), Variant(1/16, right=0), scores_first=(True, True))
+    check(Sizes(1, 2, 2, 200, 330, 256), Variant(1 / 16, right=0), scores_first=(True, True))
     print(time.time() - t)

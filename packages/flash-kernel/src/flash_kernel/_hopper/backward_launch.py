@@ -20,7 +20,6 @@ from flash_kernel._hopper.backward_ends import (
     flash_attention_backward_start_kernel,
 )
 from flash_kernel._hopper.backward_tiles import Problem
-from flash_kernel._hopper.compat import TensorDescriptor, gl
 from flash_kernel._hopper.config import LayoutRefusal
 from flash_kernel._hopper.forward_spec import LOG2_E
 from flash_kernel._hopper.launch import (
@@ -38,7 +37,6 @@ from flash_kernel._triton.prepared import (
     as_it_is,
     blank,
     compile_together,
-    descriptor_shape,
     is_aligned,
 )
 from flash_kernel.gradients import Gradients

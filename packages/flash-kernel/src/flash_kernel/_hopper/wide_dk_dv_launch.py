@@ -23,9 +23,7 @@ from flash_kernel._triton.prepared import Describe, PreparedLaunch, View, as_it_
 from flash_kernel.variant import Variant
 
 
-def prepare_dk_dv(
-    q: Tensor, k: Tensor, variant: Variant, view: View = as_it_is
-) -> PreparedLaunch:
+def prepare_dk_dv(q: Tensor, k: Tensor, variant: Variant, view: View = as_it_is) -> PreparedLaunch:
     """Prepare dk and dv: as many CTAs as the GPU runs at a time, which take tiles in turn.
 
     The launch takes q, k, v, do, dk and dv, the same again where SPEC has two pieces and six times
