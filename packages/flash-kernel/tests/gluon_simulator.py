@@ -385,6 +385,7 @@ class Simulator:
             id(primitives.barrier_arrive): self.barrier_arrive,
             id(primitives.computed_here): lambda x: x,
             id(primitives.hidden): lambda x: x,
+            id(primitives.stay_here): lambda *_: None,
         }
 
     def watch(self, function, see):

@@ -80,7 +80,6 @@ class BackwardSimulator(Simulator):
             id(reduce.reductions_have_landed): self.wait_for_landing,
             id(reduce.reinterpret): self.reinterpret,
             id(backward_copies.wait_for_turn): self.wait_for_turn,
-            id(backward_step.stay_here): lambda *_: None,
         }
         self.landing = {}
         self.landings = []

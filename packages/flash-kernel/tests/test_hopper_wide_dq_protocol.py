@@ -114,9 +114,11 @@ def test_window_hides_keys(window):
         check(lengths, 192, Variant(0.07, *window), heads=(1, 1))
 
 
-@pytest.mark.parametrize("heads", [(4, 1), (3, 1)])
-def test_heads_of_a_group_share_keys(heads):
-    check((150, 150), 192, Variant(0.07, right=0), heads=heads, dtype=torch.float16)
+@pytest.mark.parametrize(
+    ("heads", "window"), [((4, 1), (None, 0)), ((3, 1), (None, 0)), ((8, 2), (100, 0))]
+)
+def test_heads_of_a_group_share_keys(heads, window):
+    check((150, 200), 192, Variant(0.07, *window), heads=heads, dtype=torch.float16)
 
 
 @pytest.mark.skipif(not is_interpreted(), reason="Triton interprets only where there is no GPU")
@@ -157,41 +159,40 @@ def simulate_broken(head_dim, function, old, new):
         check((300, 300), head_dim, Variant(0.07, right=0), seed=seed, edits={function: (old, new)})
 
 
+WAIT_FOR_K = "mbarrier.wait(buffers.k_full.index(ring.k), ring.k_phase)"
+WAIT_FOR_V = "mbarrier.wait(buffers.v_full.index(0), ring.v_phase)"
 FREE_K = "barrier_arrive(K_FREE + ring.k, SPEC.THREADS)"
-WAIT_FOR_DQ = "    dq, ds, p = wait_for_dq(dq, ds, p, SPEC)\n"
+FREE_V = "barrier_arrive(V_FREE + ring.v, SPEC.THREADS)"
+FREE_Q = "        barrier_arrive(gl.to_tensor(Q_FREE), SPEC.THREADS)\n"
+UNLANDED = "on its way|written while it is still being read|parity .* twice"
 
 
 @pytest.mark.parametrize(
     ("error", "function", "old", "new"),
     [
         # a stage that is never given back
-        ("deadlock; .*produce .*: named barrier 1[01]", wide_dq_consumer.step,
-         FREE_K, ""),
-        ("deadlock; .*produce .*: named barrier 13", wide_dq_consumer.step,
-         "barrier_arrive(V_FREE + ring.v, SPEC.THREADS)", ""),
+        ("deadlock; .*produce .*: named barrier 1[01]", wide_dq_consumer.step, FREE_K, ""),
+        ("deadlock; .*produce .*: named barrier 13", wide_dq_consumer.step, FREE_V, ""),
         # a stage given back while a product reads it
         ("written while it is still being read", wide_dq_consumer.step,
-         f"{WAIT_FOR_DQ}    {FREE_K}\n", f"    {FREE_K}\n{WAIT_FOR_DQ}"),
-        # dq used while dp alone is there
-        ("used before it was waited for", wide_dq_consumer.wait_for_dq,
-         "len(SPEC.WIDTHS)", "2 * len(SPEC.WIDTHS)"),
+         "    dq, ds, p = wait_for_output(dq, ds, p)\n" + f"    {FREE_K}\n",
+         f"    {FREE_K}\n" + "    dq, ds, p = wait_for_output(dq, ds, p)\n"),
+        # scores of two pieces, used when the first is there
+        ("used before it was waited for", wide_dq_consumer.step, "len(dq)", "len(dq) + 1"),
         # K, V or do read before it has landed
-        ("read while a copy into it is on its way|parity .* twice", wide_dq_consumer.step,
-         "mbarrier.wait(buffers.k_full.index(upcoming.k), upcoming.k_phase)", ""),
-        ("on its way|written while it is still being read|parity .* twice", wide_dq_consumer.step,
-         "mbarrier.wait(buffers.v_full.index(0), ring.v_phase ^ 1)", ""),
-        ("read while a copy into it is on its way|parity .* twice", wide_dq_consumer.walk_blocks,
-         "mbarrier.wait(buffers.do_full.index(0), parity)", ""),
+        (UNLANDED, wide_dq_consumer.step, WAIT_FOR_K, ""),
+        (UNLANDED, wide_dq_consumer.step, WAIT_FOR_V, ""),
+        (UNLANDED, wide_dq_consumer.consume,
+         "mbarrier.wait(buffers.do_full.index(0), position & 1)", ""),
         # a stage given back before it has landed, by rows that skip it
-        ("a copy into it is on its way|parity .* twice", wide_dq_consumer.skip_blocks,
-         "mbarrier.wait(buffers.k_full.index(ring.k), ring.k_phase)", ""),
+        (UNLANDED, wide_dq_consumer.skip_blocks, WAIT_FOR_K, ""),
+        (UNLANDED, wide_dq_consumer.skip_blocks, WAIT_FOR_V, ""),
         # do of the next tile where dq still leaves
         ("written while it is still being read", wide_dq_consumer.store,
          "    tma_store_wait(0)\n", ""),
-        # q of the next tile where the last scores are still to be made
-        ("on its way|written while it is still being read", wide_dq_consumer.walk_blocks,
-         "    p = first_scores(",
-         "    barrier_arrive(gl.to_tensor(Q_FREE), SPEC.THREADS)\n    p = first_scores("),
+        # q of the next tile where scores are still to be made
+        (UNLANDED, wide_dq_consumer.consume,
+         "        dq = zeros(SPEC)\n", FREE_Q + "        dq = zeros(SPEC)\n"),
         # blocks in an order that waits for itself
         ("deadlock", wide_dq_producer.load_keys, "if i == 0:", "if i == tile.blocks - 1:"),
         # releases that are not taken back at the end

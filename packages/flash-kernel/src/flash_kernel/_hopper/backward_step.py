@@ -8,39 +8,8 @@ from flash_kernel._hopper.compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flash_kernel._hopper.primitives import accumulator_layout, computed_here, hidden
+from flash_kernel._hopper.primitives import accumulator_layout, computed_here, hidden, stay_here
 from flash_kernel._triton.primitives import visible_keys
-
-
-@gluon.constexpr_function
-def sign_test(count):
-    """Return assembly, and its constraints, that reads ``count`` registers and changes nothing."""
-    first, *rest = (f"${count // 4 + i}" for i in range(count))
-    lines = [".reg .b32 signs;", ".reg .pred negative;", f"mov.b32 signs, {first};"]
-    for x, y in zip(rest[::2], rest[1::2], strict=False):
-        lines.append(f"lop3.b32 signs, signs, {x}, {y}, 0xFE;")
-    lines.append(f"or.b32 signs, signs, {rest[-1]};")
-    lines += ["setp.lt.s32 negative, signs, 0;", "@negative nanosleep.u32 0;"]
-    lines += [f"mov.b32 ${i}, 0;" for i in range(count // 4)]
-    return "{ " + " ".join(lines) + " }"
-
-
-@gluon.constexpr_function
-def sign_constraints(count):
-    return ",".join(["=r"] * (count // 4) + ["f"] * count)
-
-
-@gluon.jit
-def stay_here(p, COUNT: gl.constexpr):
-    """Have ``p``, COUNT numbers >= 0 in each thread, computed before this point.
-
-    ptxas sinks arithmetic past a spin loop to where it is used, and there the exponentials would no
-    longer lie under a product.  It cannot sink them past an instruction that might have an effect
-    and depends on them all: a sleep, were one of them negative.
-    """
-    gl.inline_asm_elementwise(
-        sign_test(COUNT), sign_constraints(COUNT), [p], dtype=gl.int8, is_pure=False, pack=COUNT
-    )
 
 
 @gluon.jit

@@ -6,21 +6,16 @@
 The tiles, their order, the producer and the masks are the forward's.  q and do of a tile stay in
 shared memory, which leaves room for two blocks of K and one of V:
 
-    producer (1 warp)             who frees it, and when
-    ───────────────────────────   ─────────────────────────────────────────────────
-    q   of a tile                 a warpgroup, when its last scores are there
-    do  of a tile                 a warpgroup, when its dq, which leaves through it, has left
-    K   of a block                a warpgroup, when the product with ds is there
-    V   of a block                a warpgroup, when dp is there
+    who waits       for                   at          who arrives
+    warpgroups      q, and the tile       q_full      producer (TMA)
+    warpgroups      do                    do_full     producer (TMA)
+    warpgroups      K, V of a block       k_full ..   producer (TMA)
+    producer        room for q            Q_FREE      both, when a tile's products are there
+    producer        room for do           DO_FREE     both, when dq has left by way of it
+    producer        room for V            V_FREE      both, when dp is there
+    producer        room for K            K_FREE ..   both, when the product with ds is there
 
-A warpgroup issues the scores of the next block together with the product of this one, so that the
-exponentials lie under it, and dp of the next block under both:
-
-    wait for dp      ds = p (dp - delta)
-    issue s' = q k', dq += ds k
-    wait for s'      p' = exp(s' - lse)
-    issue dp' = do v'
-    wait for dq
+``*_full`` are mbarriers, completed by the copy engine; the others are named barriers.
 """
 
 from typing import Any, NamedTuple

@@ -24,6 +24,7 @@ from flash_kernel._hopper.primitives import (
     barrier_arrive,
     hidden,
     next_stage,
+    stay_here,
 )
 from flash_kernel._hopper.softmax import hide
 from flash_kernel._hopper.tiles import (
@@ -41,9 +42,10 @@ from flash_kernel._triton.primitives import LOG2_E
 
 
 @gluon.jit
-def next_k(ring, SPEC: gl.constexpr):
+def next_block(ring, SPEC: gl.constexpr):
+    """Return the place in the rings of the block after this one; V has one stage."""
     k, k_phase = next_stage(ring.k, ring.k_phase, SPEC.STAGES)
-    return Ring(k, k_phase, ring.v, ring.v_phase)
+    return Ring(k, k_phase, ring.v, ring.v_phase ^ 1)
 
 
 @gluon.jit
@@ -57,106 +59,60 @@ def skip_blocks(count, ring, buffers, SPEC: gl.constexpr):
         barrier_arrive(K_FREE + ring.k, SPEC.THREADS)
         mbarrier.wait(buffers.v_full.index(0), ring.v_phase)
         barrier_arrive(V_FREE + ring.v, SPEC.THREADS)
-        k, k_phase = next_stage(ring.k, ring.k_phase, SPEC.STAGES)
-        ring = Ring(k, k_phase, ring.v, ring.v_phase ^ 1)
+        ring = next_block(ring, SPEC)
     return ring
 
 
 @gluon.jit
-def probabilities(s, tile, i, lse_log2, shape, MASKED: gl.constexpr, SPEC: gl.constexpr):
-    """Return p of block i of a tile, from its products."""
-    if MASKED:
-        s = hide(s, tile, tile.edge - (i + 1) * SPEC.BLOCK_N, shape, SPEC)
-    return gl.exp2(s * shape.scale_log2 - lse_log2[:, None])
-
-
-@gluon.jit
-def score_gradients(p, dp, delta, dtype: gl.constexpr, SPEC: gl.constexpr):
-    """Return ds, as the first factor of a product with K."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(SPEC.WIDTHS[0]), k_width=2)
-    return gl.convert_layout((p * (dp - delta[:, None])).to(dtype), OPERAND)
-
-
-@gluon.jit
 def step(
-    dq, p, dp_flying, lse_log2, delta, ring, tile, i, shape, buffers, W: gl.constexpr,
-    MASKED: gl.constexpr, SPEC: gl.constexpr,
+    dq, lse_log2, delta, ring, tile, i, shape, buffers, W: gl.constexpr, MASKED: gl.constexpr,
+    SPEC: gl.constexpr,
 ):  # fmt: skip
-    """Add block i - 1 of a tile to dq; scores of block i, of which dp is in flight at the end.
+    """Add block i of a tile to dq.
 
-    ``ring`` is that of block i - 1.
+    The exponentials lie under dp.  Nothing is in flight from one block to the next: what this
+    warpgroup leaves of the tensor cores, the other one uses.
     """
-    upcoming = next_k(ring, SPEC)
-    mbarrier.wait(buffers.k_full.index(upcoming.k), upcoming.k_phase)
-    dp = warpgroup_mma_wait(0, deps=[dp_flying])
-    barrier_arrive(V_FREE + ring.v, SPEC.THREADS)
-    ds = score_gradients(p, dp, delta, buffers.k[0].dtype, SPEC)
-    s_flying = issue_scores(stage_of(buffers.q, hidden(W)), stage_of(buffers.k, upcoming.k))
-    dq = issue_output(dq, ds, stage_of(buffers.k, ring.k))
-    s = warpgroup_mma_wait(len(dq), deps=[s_flying])
-    p = probabilities(s, tile, i, lse_log2, shape, MASKED, SPEC)
-    # this spin loop ends a basic block, so that the exponentials stay before the wait for dq
-    mbarrier.wait(buffers.v_full.index(0), ring.v_phase ^ 1)
-    dp_flying = issue_scores(stage_of(buffers.do, hidden(W)), stage_of(buffers.v, ring.v))
-    dq, ds, p = wait_for_dq(dq, ds, p, SPEC)
-    barrier_arrive(K_FREE + ring.k, SPEC.THREADS)
-    return dq, p, dp_flying, Ring(upcoming.k, upcoming.k_phase, ring.v, ring.v_phase ^ 1)
-
-
-@gluon.jit
-def wait_for_dq(dq, ds, kept, SPEC: gl.constexpr):
-    """Wait until dq is there, and leave dp, issued later, in flight."""
-    LATER: gl.constexpr = len(SPEC.WIDTHS)
-    if len(dq) == 1:
-        first, ds, kept = warpgroup_mma_wait(LATER, deps=[dq[0], ds, kept])
-        return (first,), ds, kept
-    else:  # noqa: RET505 - to the compiler, what follows a return is still there
-        first, second, ds, kept = warpgroup_mma_wait(LATER, deps=[dq[0], dq[1], ds, kept])
-        return (first, second), ds, kept
-
-
-@gluon.jit
-def first_scores(tile, lse_log2, ring, shape, buffers, W: gl.constexpr, SPEC: gl.constexpr):
-    """Return p of a tile's first block."""
+    BLOCK_N: gl.constexpr = SPEC.BLOCK_N
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(SPEC.WIDTHS[0]), k_width=2)
+    own = hidden(W)
     mbarrier.wait(buffers.k_full.index(ring.k), ring.k_phase)
-    q = stage_of(buffers.q, hidden(W))
-    s = warpgroup_mma_wait(0, deps=[issue_scores(q, stage_of(buffers.k, ring.k))])
-    return probabilities(s, tile, 0, lse_log2, shape, SPEC.MASKS_FIRST, SPEC)
+    s_flying = issue_scores(stage_of(buffers.q, own), stage_of(buffers.k, ring.k))
+    mbarrier.wait(buffers.v_full.index(0), ring.v_phase)
+    dp_flying = issue_scores(stage_of(buffers.do, own), stage_of(buffers.v, ring.v))
+    s = warpgroup_mma_wait(len(dq), deps=[s_flying])
+    if MASKED:
+        s = hide(s, tile, tile.edge - (i + 1) * BLOCK_N, shape, SPEC)
+    p = gl.exp2(s * shape.scale_log2 - lse_log2[:, None])
+    stay_here(p, BLOCK_N // 2)
+    dp, p = warpgroup_mma_wait(0, deps=[dp_flying, p])
+    barrier_arrive(V_FREE + ring.v, SPEC.THREADS)
+    ds = gl.convert_layout((p * (dp - delta[:, None])).to(buffers.k[0].dtype), OPERAND)
+    dq = issue_output(dq, ds, stage_of(buffers.k, ring.k))
+    dq, ds, p = wait_for_output(dq, ds, p)
+    barrier_arrive(K_FREE + ring.k, SPEC.THREADS)
+    return dq, next_block(ring, SPEC)
 
 
 @gluon.jit
 def walk_blocks(
-    lse_log2, delta, ring, tile, parity, shape, buffers, W: gl.constexpr, SPEC: gl.constexpr
+    lse_log2, delta, ring, tile, shape, buffers, W: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
     """Return dq of the 64 rows of one warpgroup, from the blocks of a tile, and the next stages."""
-    p = first_scores(tile, lse_log2, ring, shape, buffers, W, SPEC)
-    dq = zeros(SPEC)
-    mbarrier.wait(buffers.do_full.index(0), parity)
-    mbarrier.wait(buffers.v_full.index(0), ring.v_phase)
-    dp = issue_scores(stage_of(buffers.do, hidden(W)), stage_of(buffers.v, ring.v))
+    dq, ring = step(
+        zeros(SPEC), lse_log2, delta, ring, tile, 0, shape, buffers, W, SPEC.MASKS_FIRST, SPEC
+    )
     full_blocks = tile.blocks
     if SPEC.MASKS_LAST:
         left = left_end(tile.row + 63, tile.seqlen_q, tile.seqlen_k, shape, SPEC)
         whole = (tile.edge - left) // SPEC.BLOCK_N
         full_blocks = gl.minimum(gl.maximum(whole, 1), tile.blocks)
     for i in range(1, full_blocks):
-        dq, p, dp, ring = step(
-            dq, p, dp, lse_log2, delta, ring, tile, i, shape, buffers, W, False, SPEC
-        )
+        dq, ring = step(dq, lse_log2, delta, ring, tile, i, shape, buffers, W, False, SPEC)
     if SPEC.MASKS_LAST:
         for i in range(full_blocks, tile.blocks):
-            dq, p, dp, ring = step(
-                dq, p, dp, lse_log2, delta, ring, tile, i, shape, buffers, W, True, SPEC
-            )
-    barrier_arrive(gl.to_tensor(Q_FREE), SPEC.THREADS)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    barrier_arrive(V_FREE + ring.v, SPEC.THREADS)
-    ds = score_gradients(p, dp, delta, buffers.k[0].dtype, SPEC)
-    dq = issue_output(dq, ds, stage_of(buffers.k, ring.k))
-    dq, ds, p = wait_for_output(dq, ds, p)
-    barrier_arrive(K_FREE + ring.k, SPEC.THREADS)
-    k, k_phase = next_stage(ring.k, ring.k_phase, SPEC.STAGES)
-    return dq, Ring(k, k_phase, ring.v, ring.v_phase ^ 1)
+            dq, ring = step(dq, lse_log2, delta, ring, tile, i, shape, buffers, W, True, SPEC)
+    return dq, ring
 
 
 @gluon.jit
@@ -205,14 +161,11 @@ def consume(W: gl.constexpr, tensors, shape, buffers, SPEC: gl.constexpr):
         delta = gl.load(statistics + shape.padded_q + rows)
         if SPEC.HAS_RIGHT:
             ring = skip_blocks(skipped, ring, buffers, SPEC)
-        if SPEC.MAY_BE_EMPTY and part.blocks == 0:
-            barrier_arrive(gl.to_tensor(Q_FREE), SPEC.THREADS)
-            mbarrier.wait(buffers.do_full.index(0), position & 1)
-            dq = zeros(SPEC)
-        else:
-            dq, ring = walk_blocks(
-                lse_log2, delta, ring, part, position & 1, shape, buffers, W, SPEC
-            )
+        mbarrier.wait(buffers.do_full.index(0), position & 1)
+        dq = zeros(SPEC)
+        if not (SPEC.MAY_BE_EMPTY and part.blocks == 0):
+            dq, ring = walk_blocks(lse_log2, delta, ring, part, shape, buffers, W, SPEC)
+        barrier_arrive(gl.to_tensor(Q_FREE), SPEC.THREADS)
         store(dq, part, tensors, shape, buffers, W, SPEC)
         position += 1
         tile = read_tile(position, shape, buffers, SPEC)
