@@ -1,8 +1,9 @@
 """Compile the Hopper backward above 128 columns for sm_90a, with no GPU; print a line of JSON.
 
-    python compile_hopper_wide.py --kernel dq|dk_dv [--head-dim 256] [--causal] [--window]
+    python compile_hopper_wide.py --kernel dq|dk_dv [--head-dim 256] [--causal] [--window] [--redo]
 
-A script of its own, because a process in which Triton interprets cannot compile.
+With --redo it is the portable kernel that does marked tiles again.  A script of its own, because a
+process in which Triton interprets cannot compile.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 import triton
-from compile_kernels import inspect_cuda, order_of_steps
+from compile_kernels import compile_one, inspect_cuda, order_of_steps
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -25,7 +26,12 @@ from flash_kernel._hopper.wide_dk_dv_launch import describers as dk_dv_describer
 from flash_kernel._hopper.wide_dk_dv_launch import specify
 from flash_kernel._hopper.wide_dq import flash_attention_wide_dq_kernel
 from flash_kernel._hopper.wide_dq_launch import dq_describers, dq_spec
+from flash_kernel._triton.config import HALF_PRECISION, KernelSpec, piece_widths
 from flash_kernel._triton.prepared import Describe
+from flash_kernel._triton.redo_backward import (
+    flash_attention_dk_dv_redo_kernel,
+    flash_attention_dq_redo_kernel,
+)
 from flash_kernel.variant import Variant
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -62,6 +68,37 @@ def compile_gluon(
     return triton.compile(source, target=TARGET, options=OPTIONS)
 
 
+def compile_hopper(name: str, head_dim: int, variant: Variant) -> Any:
+    """Compile dq, or dk and dv."""
+    q = torch.empty(1, 1, 1024, head_dim, dtype=torch.bfloat16)
+    if name == "dq":
+        _, spec, _ = dq_spec(q, q, variant, q.dtype)
+        return compile_gluon(flash_attention_wide_dq_kernel, dq_describers(spec, q.dtype), spec)
+    spec = specify(Sizes(1, 1, 1, 1024, 1024, head_dim), variant)
+    describers = dk_dv_describers(q.dtype, spec)
+    return compile_gluon(flash_attention_wide_dk_dv_kernel, describers, spec)
+
+
+def compile_redo(name: str, head_dim: int, variant: Variant) -> Any:
+    """Compile the portable kernel that follows."""
+    configs = HALF_PRECISION["hopper"][256]
+    config = configs.dq if name == "dq" else configs.dk_dv  # tiles of as many rows as share a mark
+    in_pieces = len(piece_widths(head_dim)) > 1
+    spec = KernelSpec(
+        *[head_dim] * 2,
+        *[256] * 2,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        PRECISION="ieee",
+        USE_DESCRIPTORS=not in_pieces,
+        IN_PIECES=in_pieces,
+        HAS_RIGHT=variant.right is not None,
+        HAS_LEFT=variant.left is not None,
+    )
+    kernels = {"dq": flash_attention_dq_redo_kernel, "dk_dv": flash_attention_dk_dv_redo_kernel}
+    return compile_one(kernels[name], spec, config, TARGET, "bf16")
+
+
 def main() -> None:
     """Read the command line, compile, print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -69,16 +106,11 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=256)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", action="store_true")
+    parser.add_argument("--redo", action="store_true")
     options = parser.parse_args()
     variant = Variant(1.0, 100 if options.window else None, 0 if options.causal else None)
-    q = torch.empty(1, 1, 1024, options.head_dim, dtype=torch.bfloat16)
-    if options.kernel == "dq":
-        _, spec, _ = dq_spec(q, q, variant, q.dtype)
-        kernel, describers = flash_attention_wide_dq_kernel, dq_describers(spec, q.dtype)
-    else:
-        spec = specify(Sizes(1, 1, 1, 1024, 1024, options.head_dim), variant)
-        kernel, describers = flash_attention_wide_dk_dv_kernel, dk_dv_describers(q.dtype, spec)
-    compiled = compile_gluon(kernel, describers, spec)
+    compile_kernel = compile_redo if options.redo else compile_hopper
+    compiled = compile_kernel(options.kernel, options.head_dim, variant)
     report = inspect_cuda(compiled, 90)
     report |= {"triton": triton.__version__, "shared_bytes": compiled.metadata.shared}
     report["order"] = order_of_steps(compiled.asm["cubin"])

@@ -48,7 +48,11 @@ FLOATS = ("scale", "scale_log2", "softcap")
 # others are float32; None: the dtype of q
 POINTERS = {"mask_ptr": "*i1", "bias_ptr": None, "o_parts": "*fp32"}
 POINTERS |= dict.fromkeys(
-    ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqlens_ptr", "pages_ptr", "counters_ptr"), "*i32"
+    (
+        *("cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "seqlens_ptr", "pages_ptr", "counters_ptr"),
+        "marks_ptr",
+    ),
+    "*i32",
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CONSTANTS = {"HAS_DLSE": True, "SPLITS": 32}  # others are the specification

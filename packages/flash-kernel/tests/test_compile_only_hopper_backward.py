@@ -14,10 +14,15 @@ STEPS = {
     64: "8xHGMMA wait<=1 64xEX2 wait<=0 24xHGMMA wait<=1 wait<=0",
     128: "16xHGMMA wait<=1 32xEX2 wait<=0 16xHGMMA wait<=1 wait<=0",
 }
+# s and dp are in flight, of one piece or two; the exponentials lie under dp; then dq
+DQ_STEPS = {
+    192: "24xHGMMA wait<=2 32xEX2 wait<=0 8xHGMMA wait<=0",
+    256: "32xHGMMA wait<=1 32xEX2 wait<=0 4xHGMMA wait<=0",
+}
 
 
-def compile_backward(*options):
-    (report,) = compile_reports("compile_hopper_backward.py", *options)
+def compile_backward(*options, script="compile_hopper_backward.py"):
+    (report,) = compile_reports(script, *options)
     return report
 
 
@@ -45,6 +50,25 @@ def test_exponentials_lie_under_a_product_and_registers_suffice(head_dim, option
     # dq is added by the copy engine, or straight from the registers
     assert ("UTMAREDG" in report["opcodes"]) == ("--fast" not in options)
     assert report["opcodes"]["REDG"] > 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "steps"),
+    [(256, [], 2), (256, ["--causal"], 2), (256, ["--window"], 3), (192, ["--causal"], 2)],
+    ids=["256 full", "256 causal", "256 window", "192 causal"],
+)
+def test_exponentials_of_dq_lie_under_a_product_and_registers_suffice(head_dim, options, steps):
+    report = compile_backward(
+        "--kernel", "dq", "--head-dim", str(head_dim), *options, script="compile_hopper_wide.py"
+    )
+    assert not report["serialized"], "the compiler ends each product before the next"
+    # the first block, and a loop, masked or not, in each of two warpgroups
+    assert report["order"] == " ".join([DQ_STEPS[head_dim]] * 2 * steps)
+    assert report["spilled_bytes"] <= 96, report  # addresses and bounds of loops
+    assert report["registers"] == 168, "Triton starts 3 warpgroups with 168 registers each"
+    assert report["shared_bytes"] <= SHARED_BYTES
+    assert report["opcodes"]["UTMALDG"] > 0, "q, k, v and do come by TMA"
+    assert report["opcodes"]["UTMASTG"] > 0, "dq leaves by TMA"
 
 
 def test_kernels_of_one_call_are_compiled_in_threads_and_found_at_the_launch():
