@@ -130,10 +130,14 @@ def make_inputs(heads, lengths, head_dim):
 
 @pytest.mark.parametrize(
     ("head_dim", "heads", "lengths", "variant"),
-    [(256, (2, 2), (130, 70), Variant(0.0625)), (192, (4, 2), (70, 130), Variant(0.07, right=0)),
-     (136, (3, 1), (130, 70), Variant(0.1, right=0)), (200, (1, 1), (70, 200), Variant(0.1, 60, 3))],
+    [
+        (256, (2, 2), (130, 70), Variant(0.0625)),
+        (192, (4, 2), (70, 130), Variant(0.07, right=0)),
+        (136, (3, 1), (130, 70), Variant(0.1, right=0)),
+        (200, (1, 1), (70, 200), Variant(0.1, 60, 3)),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_gradients_are_right(simulator, head_dim, heads, lengths, variant):
     q, k, v, do, dlse = make_inputs(heads, lengths, head_dim)
     do = do.mT.contiguous().mT  # which the copy engine cannot read
