@@ -310,8 +310,9 @@ def test_packed_calls_are_known_by_their_layout_and_not_by_their_lengths(device,
     for bound in (12, 13):  # another bound is no other kind
         flash_attention_varlen(q, k, v, ends, ends, max_seqlen_q=bound, impl="triton")
     assert len(known) == 2
-    with pytest.raises(ValueError, match="`max_seqlen_q` must be at least the longest"):
-        flash_attention_varlen(q, k, v, ends, ends, max_seqlen_q=2, impl="triton")
+    if device == "cpu":  # what lies on a GPU is not read
+        with pytest.raises(ValueError, match="`max_seqlen_q` must be at least the longest"):
+            flash_attention_varlen(q, k, v, ends, ends, max_seqlen_q=2, impl="triton")
     known.clear()
     ends = ends.long()
     flash_attention_varlen(q, k, v, ends, ends, impl="triton", is_causal=True)

@@ -72,7 +72,7 @@ class ForwardSpec:
 
 
 # The best of the measurements in docs/hopper-log.md, by the columns of a tile's pieces; 96 and 192
-# are built like their neighbours, not measured yet.
+# are built like their neighbours.
 FORWARD = {
     (64,): ForwardConfig(block_n=128, stages=3),
     (64, 32): ForwardConfig(block_n=128, stages=3),
