@@ -182,8 +182,8 @@ UNLANDED = "on its way|written while it is still being read|parity .* twice"
         # K, V or do read before it has landed
         (UNLANDED, wide_dq_consumer.step, WAIT_FOR_K, ""),
         (UNLANDED, wide_dq_consumer.step, WAIT_FOR_V, ""),
-        (UNLANDED, wide_dq_consumer.consume,
-         "mbarrier.wait(buffers.do_full.index(0), position & 1)", ""),
+        (UNLANDED, wide_dq_consumer.step,
+         "mbarrier.wait(buffers.do_full.index(0), parity)", "pass"),
         # a stage given back before it has landed, by rows that skip it
         (UNLANDED, wide_dq_consumer.skip_blocks, WAIT_FOR_K, ""),
         (UNLANDED, wide_dq_consumer.skip_blocks, WAIT_FOR_V, ""),
@@ -192,7 +192,7 @@ UNLANDED = "on its way|written while it is still being read|parity .* twice"
          "    tma_store_wait(0)\n", ""),
         # q of the next tile where scores are still to be made
         (UNLANDED, wide_dq_consumer.consume,
-         "        dq = zeros(SPEC)\n", FREE_Q + "        dq = zeros(SPEC)\n"),
+         "        if SPEC.MAY_BE_EMPTY and", FREE_Q + "        if SPEC.MAY_BE_EMPTY and"),
         # blocks in an order that waits for itself
         ("deadlock", wide_dq_producer.load_keys, "if i == 0:", "if i == tile.blocks - 1:"),
         # releases that are not taken back at the end

@@ -65,10 +65,10 @@ def skip_blocks(count, ring, buffers, SPEC: gl.constexpr):
 
 @gluon.jit
 def step(
-    dq, lse_log2, delta, ring, tile, i, shape, buffers, W: gl.constexpr, MASKED: gl.constexpr,
-    SPEC: gl.constexpr,
+    dq, lse_log2, delta, ring, tile, i, parity, shape, buffers, W: gl.constexpr,
+    MASKED: gl.constexpr, FIRST: gl.constexpr, SPEC: gl.constexpr,
 ):  # fmt: skip
-    """Add block i of a tile to dq.
+    """Add block i of a tile to dq; with the FIRST wait for do, of that parity.
 
     The exponentials lie under dp.  Nothing is in flight from one block to the next: what this
     warpgroup leaves of the tensor cores, the other one uses.
@@ -78,6 +78,8 @@ def step(
     own = hidden(W)
     mbarrier.wait(buffers.k_full.index(ring.k), ring.k_phase)
     s_flying = issue_scores(stage_of(buffers.q, own), stage_of(buffers.k, ring.k))
+    if FIRST:  # it comes later than q: the dq of the tile before left by way of its buffer
+        mbarrier.wait(buffers.do_full.index(0), parity)
     mbarrier.wait(buffers.v_full.index(0), ring.v_phase)
     dp_flying = issue_scores(stage_of(buffers.do, own), stage_of(buffers.v, ring.v))
     s = warpgroup_mma_wait(len(dq), deps=[s_flying])
@@ -96,11 +98,12 @@ def step(
 
 @gluon.jit
 def walk_blocks(
-    lse_log2, delta, ring, tile, shape, buffers, W: gl.constexpr, SPEC: gl.constexpr
+    lse_log2, delta, ring, tile, parity, shape, buffers, W: gl.constexpr, SPEC: gl.constexpr
 ):  # fmt: skip
     """Return dq of the 64 rows of one warpgroup, from the blocks of a tile, and the next stages."""
+    MASKED: gl.constexpr = SPEC.MASKS_FIRST
     dq, ring = step(
-        zeros(SPEC), lse_log2, delta, ring, tile, 0, shape, buffers, W, SPEC.MASKS_FIRST, SPEC
+        zeros(SPEC), lse_log2, delta, ring, tile, 0, parity, shape, buffers, W, MASKED, True, SPEC
     )
     full_blocks = tile.blocks
     if SPEC.MASKS_LAST:
@@ -108,10 +111,14 @@ def walk_blocks(
         whole = (tile.edge - left) // SPEC.BLOCK_N
         full_blocks = gl.minimum(gl.maximum(whole, 1), tile.blocks)
     for i in range(1, full_blocks):
-        dq, ring = step(dq, lse_log2, delta, ring, tile, i, shape, buffers, W, False, SPEC)
+        dq, ring = step(
+            dq, lse_log2, delta, ring, tile, i, parity, shape, buffers, W, False, False, SPEC
+        )
     if SPEC.MASKS_LAST:
         for i in range(full_blocks, tile.blocks):
-            dq, ring = step(dq, lse_log2, delta, ring, tile, i, shape, buffers, W, True, SPEC)
+            dq, ring = step(
+                dq, lse_log2, delta, ring, tile, i, parity, shape, buffers, W, True, False, SPEC
+            )
     return dq, ring
 
 
@@ -161,10 +168,13 @@ def consume(W: gl.constexpr, tensors, shape, buffers, SPEC: gl.constexpr):
         delta = gl.load(statistics + shape.padded_q + rows)
         if SPEC.HAS_RIGHT:
             ring = skip_blocks(skipped, ring, buffers, SPEC)
-        mbarrier.wait(buffers.do_full.index(0), position & 1)
-        dq = zeros(SPEC)
-        if not (SPEC.MAY_BE_EMPTY and part.blocks == 0):
-            dq, ring = walk_blocks(lse_log2, delta, ring, part, shape, buffers, W, SPEC)
+        if SPEC.MAY_BE_EMPTY and part.blocks == 0:
+            mbarrier.wait(buffers.do_full.index(0), position & 1)
+            dq = zeros(SPEC)
+        else:
+            dq, ring = walk_blocks(
+                lse_log2, delta, ring, part, position & 1, shape, buffers, W, SPEC
+            )
         barrier_arrive(gl.to_tensor(Q_FREE), SPEC.THREADS)
         store(dq, part, tensors, shape, buffers, W, SPEC)
         position += 1
