@@ -1,15 +1,14 @@
 """The Hopper dq for head dims above 128 on a simulated SM: who waits for whom, what comes out."""
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="the kernel is written in Gluon")
 
-from gluon_simulator import Descriptor, Pointer, ProtocolError, Simulator, Value
+from gluon_simulator import ProtocolError
+from wide_simulator import simulated_dq
 
-from flash_kernel._hopper import producer, wide_dq, wide_dq_consumer, wide_dq_producer
-from flash_kernel._hopper.wide_dq_launch import dq_arguments, dq_spec
+from flash_kernel._hopper import wide_dq_consumer, wide_dq_producer
 from flash_kernel._triton.launch import Options
 from flash_kernel._triton.launch_backward import padded_rows
 from flash_kernel._triton.launch_backward import prepare_dq as prepare_portable_dq
@@ -39,10 +38,9 @@ def make_inputs(lengths, head_dim, variant, heads, dtype):
 
 def row_statistics(lse, delta):
     """Return what the kernel before leaves: lse is infinite past the end."""
-    batch, num_heads, seqlen_q = lse.shape
-    statistics = np.zeros((batch, num_heads, 2, padded_rows(seqlen_q, None)), np.float32)
-    statistics[:, :, 0] = np.inf
-    statistics[:, :, 0, :seqlen_q], statistics[:, :, 1, :seqlen_q] = lse, delta
+    statistics = torch.zeros(*lse.shape[:2], 2, padded_rows(lse.shape[2], None))
+    statistics[:, :, 0] = torch.inf
+    statistics[:, :, 0, : lse.shape[2]], statistics[:, :, 1, : lse.shape[2]] = lse, delta
     return statistics
 
 
@@ -52,42 +50,15 @@ def simulate(
 ):  # fmt: skip
     """Return dq as the kernel leaves it and as it should be, and the marks."""
     q, k, v, do, lse, delta, expected = make_inputs(lengths, head_dim, variant, heads, dtype)
-    q, k, v, do = (x.float().numpy() for x in (q, k, v, do))
     if nan_at is not None:
-        k[:, :, nan_at, 3] = np.nan
-    dq = np.full_like(q, np.nan)
-    marks = np.full((1, heads[0], -(-lengths[0] // 64)), -1)
-    workspace = np.zeros(2, np.int64)
-    variant, spec, sizes = dq_spec(torch.from_numpy(q), torch.from_numpy(k), variant, dtype)
-    scalars, tiles = dq_arguments(spec, sizes, variant)
-    numbers = []
-    simulator = Simulator(seed, edits)
-    simulator.watch(producer.locate, lambda number, *_: numbers.append(int(number)))
-    simulator.launch(
-        wide_dq.flash_attention_wide_dq_kernel,
-        min(ctas, tiles),
-        (
-            *descriptors((q, k, v, do, dq), spec, str(dtype).removeprefix("torch.")),
-            Pointer(row_statistics(lse.numpy(), delta.numpy()).reshape(-1)),
-            *(Pointer(marks.reshape(-1)), Pointer(workspace)),
-            *map(Value, scalars),
-            spec,
-        ),
-    )
-    assert not workspace.any(), "the workspace is left as it was found"
-    assert sorted(numbers) == list(range(tiles))
-    return torch.from_numpy(dq), expected, marks
-
-
-def descriptors(tensors, spec, dtype):
-    """Return the kernel's first ten arguments."""
-    heights = (64, spec.BLOCK_N, spec.BLOCK_N, 64, 64)
-    made = [
-        Descriptor(x, [1, 1, rows, width], dtype)
-        for width in spec.WIDTHS
-        for x, rows in zip(tensors, heights, strict=True)
-    ]
-    return made + [None] * (10 - len(made))
+        k[:, :, nan_at, 3] = torch.nan
+    dq, tiles = torch.empty_like(q), -(-lengths[0] // 64)
+    marks = torch.full((1, heads[0], tiles), -1, dtype=torch.int32)
+    workspace = torch.zeros(2, dtype=torch.int32)
+    tiled = q, k, v, do, dq
+    launch = simulated_dq(q, k, variant, seed=seed, edits=edits, ctas=min(ctas, heads[0] * tiles))
+    launch(*tiled, *tiled, row_statistics(lse, delta), marks, workspace)
+    return dq, expected, marks
 
 
 def check(*arguments, **options):
@@ -138,13 +109,12 @@ def test_nan_in_a_key_reaches_the_rows_that_see_it_and_no_others(variant):
     assert marks.tolist() == [[[int(not x.all()) for x in y.split(64)] for y in finite]]
     q, k, v, do, lse, delta, _ = make_inputs(lengths, 136, variant, (2, 1), dtype)
     k[:, :, nan_at, 3] = torch.nan
-    statistics = torch.from_numpy(row_statistics(lse.numpy(), delta.numpy()))
+    statistics = row_statistics(lse, delta)
     untouched = torch.cat([x.all(-1, keepdim=True).expand_as(x) for x in finite.split(64, -1)], -1)
     dq = torch.where(untouched[None, ..., None], 7, dq).to(dtype)
     redo = prepare_portable_dq(
         q, k, v, do, dq, PLAIN, Options(variant, "ieee", None, None, redoes=True)
     )
-    marks = torch.from_numpy(marks).to(torch.int32)
     redo(q, k, v, do, dq, statistics, None, None, None, None, None, marks)
     assert (dq[0][untouched] == 7).all()
     redone = ~untouched & ~sees
