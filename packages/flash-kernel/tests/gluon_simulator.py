@@ -280,7 +280,7 @@ class Task:
         self.name, self.cta, self.warps = name, cta, warps
         self.ready, self.reason, self.done = (lambda: True), "start", False
         self.products = []  # in flight, oldest first
-        self.stores = 0  # copies to global memory that still read shared memory
+        self.stores = []  # copies to global memory that still read shared memory, oldest first
         self.wake = threading.Semaphore(0)
         self.scheduler = scheduler
         self.thread = threading.Thread(target=self._run, args=(run,), daemon=True)
@@ -532,19 +532,21 @@ class Simulator:
         where, task = [int(x) for x in where], self.task
         view.buffer.check_read()
         view.buffer.readers += 1
-        task.stores += 1
 
         def leave():
             inside, filled = descriptor.box(where)
             descriptor.array[inside] = view.array.reshape(descriptor.block_shape)[filled]
             view.buffer.readers -= 1
-            task.stores -= 1
+            task.stores.remove(leave)
+
+        task.stores.append(leave)
 
         self.scheduler.events.append(leave)
 
     def tma_store_wait(self, pendings):
-        task = self.task
-        self.scheduler.block(lambda: task.stores <= pendings, "its stores")
+        stores = self.task.stores
+        awaited = stores[: max(len(stores) - pendings, 0)]
+        self.scheduler.block(lambda: not any(x in stores for x in awaited), "its stores")
 
     # ---------------------------------------------------------------------------------- products
 

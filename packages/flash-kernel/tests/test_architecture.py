@@ -36,13 +36,17 @@ LAYERS = (
     ),
     (
         *("_triton.forward", "_triton.backward", "_hopper.backward_copies", "_hopper.consumer"),
-        "_hopper.wide_dq_producer",
+        *("_hopper.wide_dq_producer", "_hopper.wide_dk_dv_tiles"),
     ),
     (
         *("_triton.launch", "_triton.decode", "_triton.redo_backward"),
-        *("_hopper.forward", "_hopper.backward", "_hopper.wide_dk_dv", "_hopper.wide_dq_consumer"),
+        *("_hopper.forward", "_hopper.backward", "_hopper.wide_dq_consumer"),
+        *("_hopper.wide_dk_dv_producer", "_hopper.wide_dk_dv_consumer"),
     ),
-    ("_triton.launch_backward", "_triton.launch_decode", "_hopper.launch", "_hopper.wide_dq"),
+    (
+        *("_triton.launch_backward", "_triton.launch_decode"),
+        *("_hopper.launch", "_hopper.wide_dq", "_hopper.wide_dk_dv"),
+    ),
     ("_hopper.backward_launch", "_hopper.wide_dk_dv_launch", "_hopper.wide_dq_launch"),
     ("_hopper.wide_launch",),
     ("autograd", "explain"),

@@ -133,14 +133,13 @@ class BackwardSimulator(Simulator):
         where, task = [int(x) for x in where], self.task
         view.buffer.check_read()
         view.buffer.readers += 1
-        task.stores += 1
         self.landing[task] = self.landing.get(task, 0) + 1
 
         def leave():
             inside, filled = descriptor.box(where)
             tile = view.array.reshape(descriptor.block_shape)[filled].copy()
             view.buffer.readers -= 1
-            task.stores -= 1
+            task.stores.remove(leave)
 
             def land():
                 descriptor.array[inside] = tile + (descriptor.array[inside] if add else 0)
@@ -149,6 +148,7 @@ class BackwardSimulator(Simulator):
             self.scheduler.events.append(land)
             self.landings.append(land)
 
+        task.stores.append(leave)
         self.scheduler.events.append(leave)
 
     def wait_for_landing(self):

@@ -16,6 +16,7 @@ from flash_kernel._hopper.primitives import (
     barrier_arrive,
     barrier_sync,
     next_stage,
+    number_at,
 )
 from flash_kernel._hopper.softmax import first_step, give_turn, step, take_turn
 from flash_kernel._hopper.tiles import (
@@ -155,12 +156,6 @@ def read_tile(position, shape, buffers, SPEC: gl.constexpr):
     if not SPEC.IS_PACKED:
         start, seqlen_q, seqlen_k = start * 0, shape.seqlen_q, shape.seqlen_k
     return Tile(batch, head, row, edge, blocks, start, seqlen_q, seqlen_k)
-
-
-@gluon.jit
-def number_at(i: gl.constexpr, index, numbers):
-    """Return one of some numbers that each thread holds all of."""
-    return gl.sum(gl.where(index == i, numbers, 0), 0)
 
 
 @gluon.jit

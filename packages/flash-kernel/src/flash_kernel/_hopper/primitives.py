@@ -58,6 +58,12 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def number_at(i: gl.constexpr, index, numbers):
+    """Return one of some numbers that each thread holds all of."""
+    return gl.sum(gl.where(index == i, numbers, 0), 0)
+
+
+@gluon.jit
 def sums_by_thread(x, COLUMNS: gl.constexpr):
     """Sum the columns of ``x [64, COLUMNS]`` that a thread holds: ``[64, 4]``, one for each lane.
 

@@ -8,6 +8,11 @@ from flash_kernel._hopper.config import ForwardConfig
 # one of V
 DQ = ForwardConfig(block_n=64, stages=2, q_buffers=1)
 
+# Key heads whose tiles are handed out in turn where the first tiles of a head take longest: many
+# even out what the last tiles leave idle, but their q and do are to stay in the L2 cache
+HEADS_TOGETHER = 24
+BYTES_TOGETHER = 48 << 20
+
 
 @dataclass(frozen=True)
 class KeysSpec:
@@ -17,15 +22,10 @@ class KeysSpec:
     BLOCK_M: int = 64  # query rows of a block
     BLOCK_N: int = 64  # keys of a tile
     STAGES: int = 2  # blocks of q, and of do, on their way or in use
-    IS_GROUPED: bool = False  # several query heads share a head of k and v
     HAS_LEFT: bool = False  # a window bounds the keys before a row's position
     HAS_RIGHT: bool = False  # a window, or causality, bounds the keys after it
-    HAS_TAIL: bool = False  # never: a key past the end has a row of dk and dv to itself
     HAS_MASK: bool = False  # never; `_triton.primitives` asks
-    USE_DESCRIPTORS: bool = False  # likewise
-    PAGE_SIZE: int = 0
-    IS_PACKED: bool = False
-    SCORES_FIRST: tuple[bool, bool] = (False, False)
+    IS_PACKED: bool = False  # likewise; `pieces` asks
 
     @property
     def ROW_BYTES(self) -> int:

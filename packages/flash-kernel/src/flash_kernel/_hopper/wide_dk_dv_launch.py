@@ -6,7 +6,6 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_kernel._hopper.backward_config import BYTES_TOGETHER
 from flash_kernel._hopper.config import widths_of
 from flash_kernel._hopper.forward_spec import LOG2_E, Sizes, clipped
 from flash_kernel._hopper.launch import (
@@ -16,8 +15,9 @@ from flash_kernel._hopper.launch import (
     describe_tiles,
     num_sms,
 )
-from flash_kernel._hopper.wide_config import KeysSpec
-from flash_kernel._hopper.wide_dk_dv import Problem, flash_attention_wide_dk_dv_kernel
+from flash_kernel._hopper.wide_config import BYTES_TOGETHER, HEADS_TOGETHER, KeysSpec
+from flash_kernel._hopper.wide_dk_dv import flash_attention_wide_dk_dv_kernel
+from flash_kernel._hopper.wide_dk_dv_tiles import Problem
 from flash_kernel._triton.launch_backward import padded_rows
 from flash_kernel._triton.prepared import Describe, PreparedLaunch, View, as_it_is
 from flash_kernel.variant import Variant
@@ -54,14 +54,18 @@ def specify(sizes: Sizes, variant: Variant) -> KeysSpec:
 def problem_of(sizes: Sizes, variant: Variant, spec: KeysSpec) -> Problem:
     """Return the numbers of a launch."""
     heads = sizes.batch * sizes.num_heads_k
-    bytes_of_head = 2 * sizes.group * sizes.seqlen_q * spec.ROW_BYTES  # q and do
+    heads_together = 1
+    if spec.HAS_RIGHT:
+        bytes_of_head = 2 * sizes.group * sizes.seqlen_q * spec.ROW_BYTES  # q and do
+        most = max(1, min(HEADS_TOGETHER, BYTES_TOGETHER // bytes_of_head))
+        heads_together = triton.cdiv(heads, triton.cdiv(heads, most))  # equal groups
     return Problem(
         sizes.num_heads_k,
         sizes.group,
         sizes.seqlen_q,
         sizes.seqlen_k,
         padded_rows(sizes.seqlen_q, None),
-        heads_together=max(1, min(heads, BYTES_TOGETHER // bytes_of_head)),
+        heads_together,
         num_tiles=heads * triton.cdiv(sizes.seqlen_k, spec.BLOCK_N),
         left=variant.left or 0,
         right=variant.right or 0,
@@ -77,11 +81,12 @@ def describers(
 
     Blocks of queries and of keys have as many rows.
     """
-    pieces = [describe_tiles([1, 1, spec.BLOCK_M, width], dtype, view) for width in spec.WIDTHS]
+    widths = (*spec.WIDTHS, 64)
+    *pieces, columns = (describe_tiles([1, 1, spec.BLOCK_M, w], dtype, view) for w in widths)
     first, second = pieces if len(pieces) == 2 else (*pieces, None)
     describe_rows = describe_floats([spec.BLOCK_M])
 
     def describe_statistics(x: Tensor) -> Any:
         return describe_rows(x.view(-1))
 
-    return (*[first] * 6, *[second] * 6, describe_statistics)
+    return (*[first] * 5, columns, *[second] * 6, describe_statistics)
