@@ -1,42 +1,17 @@
 """dk and dv for head dims above 128 on a simulated SM: who waits for whom, and what comes out."""
 
-import types
-
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="the kernel is written in Gluon")
 
-import triton.language as tl
-from gluon_simulator import Descriptor, Pointer, Simulator, Value
+from wide_simulator import simulated_dk_dv
 
-from flash_kernel._hopper import (
-    wide_dk_dv,
-    wide_dk_dv_consumer,
-    wide_dk_dv_producer,
-)
-from flash_kernel._hopper.forward_spec import Sizes, clipped
-from flash_kernel._hopper.wide_dk_dv_launch import problem_of, specify
+from flash_kernel._hopper import wide_dk_dv_consumer, wide_dk_dv_producer
+from flash_kernel._hopper.forward_spec import Sizes
+from flash_kernel._triton.launch_backward import padded_rows
 from flash_kernel.reference import dense_attention
 from flash_kernel.variant import PLAIN, Variant
-
-
-class WideSimulator(Simulator):
-    """Adds what this kernel alone uses, and plain Triton, of which it has some functions."""
-
-    def __init__(self, seed, edits):
-        super().__init__(seed, edits)
-        language = vars(self._language())
-        self.stand_ins[id(tl)] = types.SimpleNamespace(**language, cast=lambda x, _: x)
-
-    def _language(self):
-        language = super()._language()
-        language.cdiv = lambda x, y: (x + y - 1) // y
-        language.convert_layout = lambda x, _, assert_trivial=False: x
-        language.split = lambda x: (x[..., 0], x[..., 1])
-        language.num_warps = lambda: self.task.warps
-        return language
 
 
 def make_inputs(sizes, dtype):
@@ -47,14 +22,14 @@ def make_inputs(sizes, dtype):
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
-def row_statistics(o, lse, do, dlse, padded_q):
+def row_statistics(o, lse, do, dlse):
     """Return what the kernel before leaves: lse is infinite past the end, and for empty rows."""
     seqlen_q = lse.shape[2]
-    statistics = torch.zeros(*lse.shape[:2], 2, padded_q)
+    statistics = torch.zeros(*lse.shape[:2], 2, padded_rows(seqlen_q, None))
     statistics[:, :, 0] = torch.inf
     statistics[:, :, 0, :seqlen_q] = torch.where(lse.isinf(), torch.inf, lse)
     statistics[:, :, 1, :seqlen_q] = (o * do).sum(-1) - dlse
-    return statistics.numpy()
+    return statistics
 
 
 def simulate(
@@ -72,34 +47,16 @@ def simulate(
     expected = torch.autograd.grad((o, finite), leaves[1:], (do.double(), dlse.double()))
     if nan_at is not None:
         do[:, 0, nan_at, 3] = torch.nan
-    variant = clipped(variant, sizes)
-    spec = specify(sizes, variant)
-    problem = problem_of(sizes, variant, spec)
-    if together is not None:
-        problem = problem._replace(heads_together=together)
-    statistics = row_statistics(o.detach(), lse.detach(), do.double(), dlse, problem.padded_q)
-    dk, dv = (np.full(k.shape, np.nan, np.float32) for _ in range(2))
-    name = str(dtype).removeprefix("torch.")
-    tensors = [x.float().numpy() for x in (q, k, v, do)] + [dk]
-    pieces = [[Descriptor(x, [1, 1, 64, width], name) for x in tensors] for width in spec.WIDTHS]
-    columns = Descriptor(dv, [1, 1, 64, 64], name)
-    marks = np.full(problem.num_tiles, -1)
-    workspace = np.zeros(2, np.int64)
-    WideSimulator(seed, edits).launch(
-        wide_dk_dv.flash_attention_wide_dk_dv_kernel,
-        min(ctas, problem.num_tiles),
-        (
-            *(*pieces[0], columns),
-            *(*pieces[-1], columns),
-            Descriptor(statistics.reshape(-1), [spec.BLOCK_M], "float32"),
-            Pointer(marks),
-            Pointer(workspace),
-            *map(Value, problem),
-            spec,
-        ),
+    statistics = row_statistics(o.detach(), lse.detach(), do.double(), dlse)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    tiles = sizes.batch * sizes.num_heads_k * -(-sizes.seqlen_k // 64)
+    marks, workspace = (torch.full([n], x, dtype=torch.int32) for n, x in ((tiles, -1), (2, 0)))
+    tiled = q, k, v, do, dk, dv
+    launch = simulated_dk_dv(
+        q, k, variant, together=together, seed=seed, edits=edits, ctas=min(ctas, tiles)
     )
-    assert not workspace.any(), "the next launch counts from 0"
-    return (torch.from_numpy(dk), torch.from_numpy(dv)), expected, marks
+    launch(*tiled, *tiled, statistics, marks, workspace)
+    return (dk, dv), expected, marks
 
 
 def check(*arguments, **options):
