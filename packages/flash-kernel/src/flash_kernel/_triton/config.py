@@ -87,7 +87,7 @@ STATISTICS_BLOCK_M = 32
 # reads them in whole tiles
 STATISTICS_PADDING = 128
 
-# 128 columns and a second piece.  By the forward's tile of 256 columns, where rows are unaligned too,
+# 128 columns and a second piece.  By the forward's tile of 256 columns, where rows are unaligned,
 # the ptxas of Triton 3.6 loses the address of a product's operand; see docs/tuning-log.md
 _WIDE_PIECES = _configs((64, 32, 4, 3), (64, 64, 8, 2), (64, 32, 4, 3))
 
