@@ -383,6 +383,22 @@ def test_every_configuration_of_the_table_is_right(dtype, generation, head_dim):
     )
 
 
+def odd_rows(x):
+    """The same numbers in rows that no vector load reads: of odd strides, at an odd address."""
+    return torch.nn.functional.pad(x, (1, 2, 0, 1))[..., :-1, 1:-2]
+
+
+# ptxas once lost the address of a second piece; see docs/tuning-log.md
+@pytest.mark.parametrize("widths", [(130, 18), (152, 156), (162, 6), (80, 96), (256, 130)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seqlens", [(38, 262), (256, 263)])
+def test_unaligned_rows_in_two_pieces_are_right(seqlens, dtype, widths):
+    shapes = zip((4, 2, 2), (seqlens[0], *[seqlens[1]] * 2), (widths[0], *widths), strict=True)
+    q, k, v = (torch.randn(2, *shape, device="cuda", dtype=dtype) for shape in shapes)
+    by_columns = k.mT.contiguous().mT
+    assert_matches_reference(TRITON, q, by_columns, odd_rows(v), is_causal=True)
+
+
 def test_packed_neighbours_that_are_not_finite_reach_nobody():
     lengths = [37, 200, 0, 129, 64]
     ends = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)

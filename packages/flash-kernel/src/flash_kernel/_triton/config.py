@@ -87,6 +87,10 @@ STATISTICS_BLOCK_M = 32
 # reads them in whole tiles
 STATISTICS_PADDING = 128
 
+# 128 columns and a second piece.  By the forward's tile of 256 columns, where rows are unaligned,
+# the ptxas of Triton 3.6 loses the address of a product's operand; see docs/tuning-log.md
+_WIDE_PIECES = _configs((64, 32, 4, 3), (64, 64, 8, 2), (64, 32, 4, 3))
+
 # (BLOCK_M, BLOCK_N, warps, stages[, registers]) of the forward, dk/dv and dq kernels, by generation
 # and the columns of a tile: of its pieces together where there is such an entry, else BLOCK_D.
 HALF_PRECISION = {
@@ -96,6 +100,7 @@ HALF_PRECISION = {
         # a third program fits the multiprocessor; more registers only the second, exact pass takes
         80: _configs((64, 64, 4, 3, 168), (64, 64, 4, 2), (128, 64, 8, 3)),
         128: _configs((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 8, 3)),
+        **dict.fromkeys((144, 160, 192), _WIDE_PIECES),
         256: _configs((128, 64, 8, 2), (64, 64, 8, 2), (64, 32, 4, 3)),
     },
     # as much; but products there read a tile of K or V from shared memory in a second layout

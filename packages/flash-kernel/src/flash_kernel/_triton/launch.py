@@ -17,6 +17,7 @@ from flash_kernel._triton.config import (
     configs_for,
     float32_precision,
     padded_head_dim,
+    piece_widths,
     takes_pieces,
 )
 from flash_kernel._triton.forward import (
@@ -257,8 +258,11 @@ def kernel_spec(
 
 
 def default_configs(q: Tensor, v: Tensor) -> KernelConfigs:
-    """Return the table's configurations for the device, dtype and wider head dim."""
-    head_dim = max(q.shape[-1], v.shape[-1])
+    """Return the table's configurations for the device, dtype and wider head dim.
+
+    Of more than 128 columns those in two pieces count as the wider: their tiles are the smaller.
+    """
+    head_dim = max(q.shape[-1], v.shape[-1], key=lambda d: (d > 128 and len(piece_widths(d)), d))
     configs = configs_for(head_dim, q.dtype, compute_capability(q.device))
     if configs is None:
         msg = f"no kernel configuration for {q.dtype} with head_dim {head_dim} on {q.device}"
