@@ -319,8 +319,9 @@ def test_rotated_tiles_reach_every_block_they_see(monkeypatch, lengths, right):
     )
 
 
-def test_head_dim_between_is_padded(monkeypatch):
-    check(monkeypatch, (130, 130), 72, Variant(0.1, right=0), heads=(1, 1))
+@pytest.mark.parametrize("head_dim", [8, 40, 72])
+def test_head_dim_between_is_padded(monkeypatch, head_dim):
+    check(monkeypatch, (130, 130), head_dim, Variant(0.1, right=0), heads=(1, 1))
 
 
 @pytest.mark.parametrize("is_rotated", [False, True], ids=["ordered", "rotated"])
