@@ -1,6 +1,7 @@
 """The loop learns, clips, refuses what does not fit, and always sees the same batches."""
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -269,6 +270,26 @@ def test_gpu_training_is_compiled_once(name, model_config, training_config, rand
         finally:
             torch.compiler.set_stance("default")
     assert losses[1] == pytest.approx(losses[0], abs=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("within_documents", [False, True])
+def test_gpu_step_waits_for_the_gpu_only_for_its_loss(
+    model_config, training_config, token_file, within_documents
+):
+    model = Transformer(replace(model_config, attention="sdpa")).to("cuda")
+    config = replace(training_config, micro_batches=2, within_documents=within_documents)
+    train_steps(model, token_file, replace(config, steps=1), device="cuda")  # makes what stays
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            train_steps(model, token_file, replace(config, steps=3), device="cuda")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
+    assert len(waits) == 3
 
 
 def test_custom_attention_runs_in_every_layer_of_every_step(

@@ -29,6 +29,7 @@ from attn_bench.errors import InputError
 from attn_bench.step_shape import StepShape
 from attn_bench.train_step import Prepare, Trained, random_tokens
 from attn_bench.workload import Workload
+from tiny_llm.batches import inputs_and_targets
 from tiny_llm.loss import AUTOCAST
 from tiny_llm.optimizer import build_optimizer
 
@@ -100,10 +101,10 @@ def prepare_peer(
     def step(tokens: Tensor | None) -> None:
         if tokens is None:
             raise TypeError("a step needs its tokens")
-        placed = tokens.to(device)
+        inputs, targets = inputs_and_targets(tokens, device)
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            loss: Tensor = loss_of(placed[:, :-1].contiguous(), placed[:, 1:].contiguous())
+            loss: Tensor = loss_of(inputs, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
         optimizer.step()

@@ -31,6 +31,7 @@ from attn_bench.timing import (
 from attn_bench.training import LOSS_BOUND_PER_STEP
 from attn_bench.workload import Workload, make_inputs, make_workload
 from tiny_llm import attention
+from tiny_llm.batches import inputs_and_targets
 from tiny_llm.optimizer import build_optimizer
 from tiny_llm.throughput import device_peak, flops_per_token
 from tiny_llm.training import Stepper, build_scaler
@@ -263,7 +264,7 @@ def _prepare(shape: StepShape, seqlen: int, device: torch.device, *, backend: st
     def step(tokens: Tensor | None) -> None:
         if tokens is None:
             raise TypeError("a step needs its tokens")
-        losses.append(stepper.backward(tokens[:, :-1], tokens[:, 1:]))
+        losses.append(stepper.backward(*inputs_and_targets(tokens, device)))
         stepper.update()
 
     case, function = shape.case(seqlen), attention.get(backend)

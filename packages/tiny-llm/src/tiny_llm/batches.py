@@ -7,29 +7,41 @@ import torch
 from torch import Tensor
 
 from tiny_llm.data import TokenArray, Tokens
+from tiny_llm.devices import to_device
 from tiny_llm.errors import ConfigError
 
 
 def sample_batch(
-    tokens: Tokens | TokenArray, batch_size: int, seq_len: int, generator: torch.Generator
+    tokens: Tokens | TokenArray,
+    batch_size: int,
+    seq_len: int,
+    generator: torch.Generator,
+    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """Draw windows at random places; returns inputs and targets ``[batch_size, seq_len]``, int64.
-
-    The target of a token is the token after it.
 
     Args:
         tokens: A token file, or an array of ids ``[count]``.
         batch_size: Number of windows.
         seq_len: Tokens per window.
         generator: A CPU generator; its state alone decides the places.
+        device: Where the batch is to be.
 
     Raises:
         ConfigError: There are fewer than seq_len + 1 tokens.
     """
     starts = draw_starts(tokens, batch_size, seq_len, generator)
     windows = np.stack([tokens[start : start + seq_len + 1] for start in starts])
-    batch = torch.from_numpy(windows.astype(np.int64))  # [batch_size, seq_len + 1]
-    return batch[:, :-1], batch[:, 1:]
+    return inputs_and_targets(torch.from_numpy(windows.astype(np.int64)), device)
+
+
+def inputs_and_targets(windows: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Return windows ``[B, T + 1]`` as inputs and targets ``[B, T]`` on a device.
+
+    The target of a token is the token after it.  The windows are moved as one and cut there.
+    """
+    moved = to_device(windows, device)
+    return moved[:, :-1].contiguous(), moved[:, 1:].contiguous()
 
 
 def draw_starts(

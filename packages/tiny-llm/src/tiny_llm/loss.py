@@ -69,9 +69,9 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor
     return total / count_targets(targets)
 
 
-def count_targets(targets: Tensor) -> int:
-    """Return how many targets count."""
-    return int((targets != IGNORED).sum())
+def count_targets(targets: Tensor) -> Tensor:
+    """Return how many targets count, int64 ``[]``, where they are: a GPU is not waited for."""
+    return (targets != IGNORED).sum()
 
 
 def checkpoint_activations(model: Transformer, *, enabled: bool) -> None:

@@ -6,8 +6,11 @@ attends within its own document only, and its position counts from that document
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from tiny_llm.devices import to_device
 
 
 class Packing(NamedTuple):
@@ -28,19 +31,17 @@ class Packing(NamedTuple):
     def from_positions(cls, positions: Tensor) -> "Packing":
         """Read it off positions ``[B, T]``: a document begins at every 0, and with every row.
 
+        They lie on the CPU, and so does the result.
+
         >>> Packing.from_positions(torch.tensor([[0, 1, 0, 1, 2]])).cu_seqlens.tolist()
         [0, 2, 5]
         """
-        begins = positions == 0
+        begins = positions.numpy() == 0
         begins[:, 0] = True
-        starts = begins.flatten().nonzero().flatten()
-        end = torch.full_like(starts[:1], positions.numel())
-        return cls(
-            positions,
-            begins.cumsum(dim=1, dtype=torch.int32),
-            torch.cat((starts, end)).to(torch.int32),
-        )
+        ids = begins.cumsum(axis=1, dtype=np.int32)
+        starts = np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
+        return cls(positions, torch.from_numpy(ids), torch.from_numpy(starts))
 
     def to(self, device: torch.device | str) -> "Packing":
-        """Return it on a device."""
-        return Packing(*(each.to(device) for each in self))
+        """Return it, made on the CPU, on a device."""
+        return Packing(*(to_device(each, device) for each in self))

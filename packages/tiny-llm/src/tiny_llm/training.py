@@ -70,7 +70,7 @@ def train_steps(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, config)
         positions = positions_at(step, tokens, config) if config.within_documents else None
-        losses.append(stepper.backward(*batch_at(step, tokens, config), positions))
+        losses.append(stepper.backward(*batch_at(step, tokens, config, device), positions))
         if not math.isfinite(losses[-1]):
             message = f"the loss is {losses[-1]} at step {step}; lower the learning rate"
             raise TrainingError(message)
@@ -103,7 +103,9 @@ class Stepper:
     def backward(self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None) -> float:
         """Return the mean loss of a whole batch ``[B, T]``, and leave its gradient in the model.
 
-        With `positions` that restart at 0 no token sees what is before its own restart.
+        The batch is where the model is, and nothing is read back from there but the loss, at the
+        end: until then a GPU always has its next work before it.  With `positions`, on the CPU,
+        that restart at 0 no token sees what is before its own restart.
 
         Each micro-batch adds the *sum* of its losses, divided by the number of targets in the
         whole batch: so every token weighs the same, however the batch is cut.
@@ -114,15 +116,17 @@ class Stepper:
         whole = (inputs, targets) if positions is None else (inputs, targets, positions)
         batches = [each.tensor_split(parts) for each in map(self.parallel.rows, whole)]
         total = torch.zeros((), device=self.device)
-        # the processes' gradients are averaged, and ours are to be added
-        weight = self.parallel.world_size / num_targets
-        for part, batch in enumerate(zip(*batches, strict=True)):
+        for part, (ids, labels, *documents) in enumerate(zip(*batches, strict=True)):
+            # on the CPU: how many documents there are must be known to both sides
+            packing = [Packing.from_positions(each).to(self.device) for each in documents]
             last = part == parts - 1
             with self.parallel.accumulating(self.loss, self.model, last=last):
-                loss = self.loss(*self._placed(*batch))
-                self.scaler.scale(loss * weight).backward()
+                loss = self.loss(ids, labels, *packing)
+                # the processes' gradients are averaged, and ours are to be added
+                share = loss * self.parallel.world_size / num_targets
+                self.scaler.scale(share).backward()
             total += loss.detach()
-        return self.parallel.total(total).item() / num_targets
+        return (self.parallel.total(total) / num_targets).item()
 
     def update(self) -> None:
         """Cut the gradient, by now that of all processes, to its norm, and step down."""
@@ -132,20 +136,6 @@ class Stepper:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _placed(
-        self, inputs: Tensor, targets: Tensor, positions: Tensor | None = None
-    ) -> tuple[Tensor | Packing, ...]:
-        placed: list[Tensor | Packing] = [self._moved(inputs), self._moved(targets)]
-        if positions is not None:
-            # made on the CPU: how many documents there are must be known to both sides
-            placed.append(Packing(*map(self._moved, Packing.from_positions(positions))))
-        return tuple(placed)
-
-    def _moved(self, batch: Tensor) -> Tensor:
-        if self.device.type == "cuda":
-            return batch.pin_memory().to(self.device, non_blocking=True)
-        return batch.to(self.device)
-
 
 def build_scaler(config: TrainingConfig, device: str | torch.device) -> GradScaler:
     """Return the loss scaler of a run; it does nothing unless the precision is fp16."""
@@ -153,10 +143,14 @@ def build_scaler(config: TrainingConfig, device: str | torch.device) -> GradScal
 
 
 def batch_at(
-    step: int, tokens: Tokens | TokenArray, config: TrainingConfig
+    step: int,
+    tokens: Tokens | TokenArray,
+    config: TrainingConfig,
+    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets ``[batch_size, seq_len]`` of one step of the run."""
-    return sample_batch(tokens, config.batch_size, config.seq_len, _generator_of(step, config))
+    """Return inputs and targets ``[batch_size, seq_len]`` of one step of the run, on a device."""
+    generator = _generator_of(step, config)
+    return sample_batch(tokens, config.batch_size, config.seq_len, generator, device)
 
 
 def positions_at(step: int, tokens: Tokens | TokenArray, config: TrainingConfig) -> Tensor:
