@@ -13,6 +13,7 @@ from tiny_llm.cli import COMMANDS, main, parse
 
 README = Path(__file__).parents[1] / "README.md"
 ROOT = README.parents[2]
+CONFIGS = sorted(ROOT.glob("results/*/*/config.toml"))
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
 
 
@@ -29,6 +30,20 @@ def test_readme_shows_the_run_whose_files_are_committed():
         pytest.skip("there is no such run here")
     text = README.read_text()
     assert run_summary.replaced(text, run_summary.summary(folder, README)) == text
+
+
+def test_readme_shows_the_speed_on_two_gpus_that_is_committed():
+    folders = [ROOT / "results" / "nvidia-h200-x2" / name for name in ("one", "ddp", "fsdp")]
+    if not all(folder.is_dir() for folder in folders):
+        pytest.skip("there are no such runs here")
+    text, found = README.read_text(), run_summary.comparison(folders)
+    assert run_summary.replaced(text, found, run_summary.SEVERAL_RUNS) == text
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.parent.name)
+def test_a_committed_run_can_be_made_again_from_its_configuration(path):
+    options = parse("train", ["--config", str(path)])
+    assert (options.tokens, options.out.partition("/")[0]) == ("tokens.bin", "runs")
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)

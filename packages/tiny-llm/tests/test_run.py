@@ -83,6 +83,35 @@ def test_summary_of_a_run_is_made_from_its_files(workdir, capsys):
         run_summary.replaced("no markers", "text")
 
 
+def write_run(folder, rates, **facts):
+    folder.mkdir()
+    rows = [json.dumps({"step": n, "tokens_per_second": r}) + "\n" for n, r in enumerate(rates)]
+    (folder / "metrics.jsonl").write_text("".join(rows))
+    (folder / "run.json").write_text(json.dumps({"device": "abacus", **facts}))
+    (folder / "config.toml").write_text("[training]\nbatch_size = 8\nseq_len = 16\n")
+
+
+def test_runs_are_compared_by_the_median_speed_of_their_second_half(tmp_path, capsys):
+    one, two, other = folders = [tmp_path / name for name in ("one", "two", "other")]
+    write_run(one, [1, 5000, 2000, 2010, 9000, 1000])
+    write_run(two, [1, 1, 3015, 3015])
+    write_run(other, [1, 1], device="slide rule")
+    run_summary.main([str(one), str(two)])
+    assert capsys.readouterr().out.splitlines() == [
+        "| run | sequences a step | tokens/s | against one |",
+        "| --- | --- | --- | --- |",
+        "| one | 8 of 16 tokens | 2,010 | 1.00× |",
+        "| two | 8 of 16 tokens | 3,015 | 1.50× |",
+    ]
+    page = tmp_path / "page.md"
+    page.write_text("<!-- runs -->\nold\n<!-- /runs -->\n")
+    run_summary.main([str(one), str(two), "--into", str(page)])
+    assert page.read_text().count("| two |") == 1
+    assert "old" not in page.read_text()
+    with pytest.raises(FormatError, match="the two do not compare"):
+        run_summary.comparison(folders)
+
+
 def test_reporting_changes_no_loss(workdir):
     assert train("--out", "quiet", "--steps", "4") == 0
     loud = ["--eval-tokens", "tokens.bin", "--eval-every", "1", "--sample-every", "1"]
