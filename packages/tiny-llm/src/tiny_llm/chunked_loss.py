@@ -48,7 +48,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        total = torch.zeros((), device=hidden.device, dtype=wide)
+        # written piece by piece: if each piece added to one sum, the compiler would make a single
+        # kernel of the additions and, to feed it, the logits of all pieces before their gradients
+        losses = torch.zeros(len(targets), device=hidden.device, dtype=wide)
         w = weight.to(dtype)  # [V, d]
         wants_gradients = any(ctx.needs_input_grad)
         dweight = torch.zeros_like(weight, dtype=wide) if wants_gradients else None
@@ -61,8 +63,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             counted = labels != IGNORED
             index = labels.where(counted, 0)[:, None]
             lse = torch.logsumexp(logits, dim=-1, keepdim=True)  # [C, 1]
-            losses = (lse - logits.gather(1, index)).squeeze(1)
-            total = total + losses.where(counted, 0).sum()
+            surprise = (lse - logits.gather(1, index)).squeeze(1)
+            losses[part] = surprise.where(counted, 0)
             if dweight is not None:
                 # compared, not scattered: the compiler then makes all of it in one pass
                 dlogits = (logits - lse).exp().add(ids == index, alpha=-1)
@@ -71,8 +73,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 dweight = dweight + dlogits.T @ x
         if dweight is not None:
             ctx.save_for_backward(torch.cat(dhidden), dweight.to(weight.dtype))
-        # as it is: the graph of torch 2.11 gives no gradient to an output that is another's alias
-        return total
+        # no view: the graph of torch 2.11 gives no gradient to an output that is another's alias
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
