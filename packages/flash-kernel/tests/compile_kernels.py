@@ -29,6 +29,7 @@ from flash_kernel._triton.config import (
     KernelSpec,
     configs_for,
     decode_config,
+    float32_precision,
     padded_head_dim,
     takes_pieces,
 )
@@ -134,6 +135,7 @@ def inspect_cuda(compiled: Any, capability: int) -> dict[str, Any]:
         "opcodes": dict(opcodes),
         "tensor_core_ops": len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
                                           compiled.asm["ptx"])),
+        "split_factors": compiled.asm["ptx"].count("cvt.rna.tf32"),
         "bulk_copies": compiled.asm["ptx"].count("cp.async.bulk.tensor"),
     }  # fmt: skip
 
@@ -165,6 +167,7 @@ def compile_all(options: argparse.Namespace) -> None:
     for kernel, config, reads_tiles in kernels[:1] if options.first else kernels:
         is_forward = kernel is flash_attention_forward_kernel
         in_pieces = options.pointers or takes_pieces(options.head_dim, is_forward=is_forward)
+        in_pieces |= config.max_width is not None
         use_descriptors = reads_tiles and options.capability >= 90 and not in_pieces
         spec = KernelSpec(
             HEAD_DIM=options.head_dim,
@@ -173,7 +176,8 @@ def compile_all(options: argparse.Namespace) -> None:
             BLOCK_DV=padded_head_dim(options.head_dim),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            PRECISION="ieee",
+            PRECISION=float32_precision(DTYPES[options.dtype], options.capability),
+            MAX_WIDTH=config.max_width,
             HAS_RIGHT=options.causal or options.all_features,
             PRESCALED=options.all_features,
             HAS_LEFT=options.all_features,
@@ -185,7 +189,7 @@ def compile_all(options: argparse.Namespace) -> None:
             PAGE_SIZE=options.page_size,
             IS_PACKED=options.packed,
             USE_DESCRIPTORS=use_descriptors,
-            IN_PIECES=reads_tiles and not use_descriptors,
+            IN_PIECES=(reads_tiles and not use_descriptors) or config.max_width is not None,
         )
         compiled = compile_one(kernel, spec, config, target, options.dtype)
         report: dict[str, Any] = {

@@ -91,6 +91,17 @@ def test_gradients_do_not_depend_on_block_size(config, device):
         torch.testing.assert_close(results[:3], expected[:3], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [32, 40])
+def test_gradients_are_right_where_rows_are_in_narrow_pieces(head_dim, device):
+    *tensors, _ = saved(33, 40, head_dim, dtype=torch.float32, device=device, is_causal=True)
+    variant = Variant(head_dim**-0.5, right=0)
+    expected = flash_attention_backward(*tensors, None, variant)
+    config = BlockConfig(32, 32, max_width=16)
+    configs = KernelConfigs(config, config, config)
+    results = launch_backward(*tensors, None, variant, configs=configs)
+    torch.testing.assert_close(results[:3], expected[:3], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("use_descriptors", [False, True], ids=["pieces", "padded"])
 @pytest.mark.parametrize("head_dim", [72, 96])
 def test_gradients_are_right_where_rows_are_padded_or_in_pieces(head_dim, use_descriptors, device):

@@ -126,9 +126,33 @@ def test_decoding_compiles_with_the_cache_on_its_way_in_advance(capability, opti
     assert append["spilled_bytes"] == combine["spilled_bytes"] == 0
 
 
-def test_float32_is_multiplied_exactly_and_fits():
-    for report in with_products(
-        compile_kernels("--capability", "80", "--head-dim", "128", "--dtype", "fp32")
-    ):
-        assert report["tensor_core_ops"] == 0, "float32 would run as TF32"
-        assert report["shared_bytes"] <= SHARED_BYTES[80]
+@pytest.mark.parametrize(
+    ("capability", "head_dim"), [(80, 128), (86, 256), (90, 32), (90, 64), (90, 128), (100, 64)]
+)
+def test_float32_is_three_products_of_tf32_within_registers_and_shared_memory(capability, head_dim):
+    options = ("--capability", str(capability), "--head-dim", str(head_dim), "--dtype", "fp32")
+    for report in with_products(compile_kernels(*options)):
+        assert report["split_factors"] > 0, report
+        assert report["tensor_core_ops"] % 3 == 0 < report["tensor_core_ops"], report
+        # of a warp, not of a warpgroup: see SPLIT_WIDTH
+        assert report["opcodes"].get("HMMA", 0) == report["tensor_core_ops"], report
+        assert report["shared_bytes"] <= SHARED_BYTES[capability], report
+        assert report["spilled_bytes"] <= (32 if head_dim < 256 else 512), report
+
+
+def test_float32_is_multiplied_without_tensor_cores_where_they_have_no_tf32():
+    options = ("--capability", "75", "--head-dim", "64", "--dtype", "fp32", "--first")
+    (forward,) = compile_kernels(*options, kernels=TRAINING[:1])
+    assert forward["tensor_core_ops"] == forward["split_factors"] == 0, forward
+    assert forward["shared_bytes"] <= SHARED_BYTES[75], forward
+
+
+@pytest.mark.parametrize("capability", [86, 90])
+def test_float32_decoding_is_three_products_of_tf32_as_well(capability):
+    of_device = ("--capability", str(capability), "--dtype", "fp32")
+    options = (*of_device, "--decode", "--decode-rows", "64", "--head-dim", "256")
+    _, decode, _ = compile_kernels(*options, kernels=DECODING)
+    assert decode["split_factors"] > 0, decode
+    assert decode["opcodes"].get("HMMA", 0) == decode["tensor_core_ops"] > 0, decode
+    assert decode["shared_bytes"] <= SHARED_BYTES[capability], decode
+    assert decode["spilled_bytes"] <= 16, decode

@@ -9,7 +9,7 @@ from direct_launches import launch_forward
 
 from flash_kernel import flash_attention
 from flash_kernel._triton import launch, launch_decode
-from flash_kernel._triton.config import BlockConfig, KernelConfigs
+from flash_kernel._triton.config import BlockConfig, KernelConfigs, float32_precision
 from flash_kernel.testing import assert_matches_reference, make_qkv
 from flash_kernel.variant import Variant
 
@@ -19,6 +19,7 @@ CONFIGS = [
     BlockConfig(block_m=16, block_n=64),
     BlockConfig(block_m=64, block_n=16),
     BlockConfig(block_m=32, block_n=32),
+    BlockConfig(block_m=32, block_n=64, max_width=16),
 ]
 
 
@@ -298,12 +299,19 @@ def restored_precision():
 @pytest.mark.usefixtures("restored_precision")
 def test_every_switch_of_torch_for_tf32_is_obeyed(switch):
     turn, on, off = SWITCHES[switch]
-    assert launch.float32_precision(torch.float32) == "ieee"
+    assert float32_precision(torch.float32, 90) == "tf32x3"
     turn(on)
-    assert launch.float32_precision(torch.float32) == "tf32"
-    assert launch.float32_precision(torch.float16) == "ieee"
+    assert float32_precision(torch.float32, 90) == "tf32"
+    assert float32_precision(torch.float16, 90) == "ieee"
     turn(off)
-    assert launch.float32_precision(torch.float32) == "ieee"
+    assert float32_precision(torch.float32, 90) == "tf32x3"
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"), [(0, "ieee"), (75, "ieee"), (80, "tf32x3"), (120, "tf32x3")]
+)
+def test_float32_is_multiplied_on_tensor_cores_where_they_have_tf32(capability, precision):
+    assert float32_precision(torch.float32, capability) == precision
 
 
 def test_float32_is_exact_by_default(device):

@@ -349,6 +349,22 @@ def test_two_backwards_agree(name, compiled):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4 * y.abs().max().item())
 
 
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
+def test_float32_is_exact_where_all_terms_of_a_sum_have_one_sign(head_dim):
+    """Tensor cores cut sums off, toward zero: over many terms of one sign that would add up."""
+    q, k, v = (x.abs() for x in draw(1, 2, 700, head_dim, torch.float32))
+    fn = partial(TRITON, is_causal=True, return_lse=True)
+    assert_matches_reference(fn, q, k, v, is_causal=True, do=torch.randn_like(v).abs())
+
+
+@pytest.mark.parametrize("factor", [1e-30, 1e30])
+def test_float32_keeps_its_range(factor):
+    q, k, v = draw(1, 2, 200, 64, torch.float32)
+    fn = partial(TRITON, is_causal=True)
+    assert_matches_reference(fn, factor * q, k / factor, v, is_causal=True)
+    assert_matches_reference(fn, q, k, factor * v, is_causal=True)
+
+
 TABLE = [
     (dtype, generation, head_dim)
     for dtype, table in ((torch.float16, HALF_PRECISION), (torch.float32, FLOAT32))

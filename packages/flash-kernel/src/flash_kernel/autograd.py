@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_kernel._hopper.config import BuildFailure, LayoutRefusal
-from flash_kernel._triton.config import ALIGNMENT, float32_precision, has_few_queries
+from flash_kernel._triton.config import ALIGNMENT, allows_tf32, has_few_queries
 from flash_kernel.backward import flash_attention_backward, flash_attention_backward_compiled
 from flash_kernel.calls import Call
 from flash_kernel.dispatch import KERNELS, warn_of_portable_path
@@ -210,7 +210,7 @@ def backward_key(
         None if x is None else (x.stride(), x.dtype, x.data_ptr() % ALIGNMENT == 0)
         for x in (*tensors, *modifiers)
     ]
-    return ("backward", *layouts, dlse is None, float32_precision(tensors[0].dtype))
+    return ("backward", *layouts, dlse is None, allows_tf32(tensors[0].dtype))
 
 
 def _prepared_backward(

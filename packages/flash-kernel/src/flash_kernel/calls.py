@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from flash_kernel._triton.config import ALIGNMENT, float32_precision
+from flash_kernel._triton.config import ALIGNMENT, allows_tf32
 from flash_kernel.request import Plan
 from flash_kernel.variant import Variant
 
@@ -108,7 +108,7 @@ def kind_of(
         repr(options),
         torch.is_grad_enabled(),
         torch._C._are_functorch_transforms_active(),
-        float32_precision(q.dtype),
+        allows_tf32(q.dtype),
     )
 
 

@@ -1,11 +1,11 @@
 """What a kernel is compiled for: the specification it is handed, and the tile sizes to choose."""
 
-from dataclasses import dataclass
+import dataclasses
 
 import torch
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class KernelSpec:
     """The compile-time side of a launch, passed to a kernel as one ``tl.constexpr``.
 
@@ -18,10 +18,11 @@ class KernelSpec:
     BLOCK_DV: int  # HEAD_DIM_V, likewise
     BLOCK_M: int  # query rows of a tile
     BLOCK_N: int  # key rows of a tile
-    PRECISION: str  # of a float32 product: "ieee" or "tf32"; other dtypes have but one
+    PRECISION: str  # of a float32 product, see `float32_precision`; other dtypes have but one
     USE_DESCRIPTORS: bool  # tiles move through tensor descriptors (TMA), not through pointers
     PRESCALED: bool = False  # scores are scaled before all else, not within the exponential
-    IN_PIECES: bool = False  # tiles may be two pieces, see `piece_widths`
+    IN_PIECES: bool = False  # tiles may be several pieces, see `piece_widths`
+    MAX_WIDTH: int | None = None  # columns of a piece
     IS_GROUPED: bool = False  # several query heads share a head of k and v
     HAS_LEFT: bool = False  # a window bounds the keys before a row's position
     HAS_RIGHT: bool = False  # a window, or causality, bounds the keys after it
@@ -36,12 +37,12 @@ class KernelSpec:
     @property
     def WIDTHS(self) -> tuple[int, ...]:
         """The columns of each piece of a tile of q or k."""
-        return piece_widths(self.HEAD_DIM) if self.IN_PIECES else (self.BLOCK_D,)
+        return piece_widths(self.HEAD_DIM, self.MAX_WIDTH) if self.IN_PIECES else (self.BLOCK_D,)
 
     @property
     def WIDTHS_V(self) -> tuple[int, ...]:
         """The columns of each piece of a tile of v or o."""
-        return piece_widths(self.HEAD_DIM_V) if self.IN_PIECES else (self.BLOCK_DV,)
+        return piece_widths(self.HEAD_DIM_V, self.MAX_WIDTH) if self.IN_PIECES else (self.BLOCK_DV,)
 
     @property
     def HIDES_PAIRS(self) -> bool:
@@ -49,7 +50,7 @@ class KernelSpec:
         return self.HAS_LEFT or self.HAS_RIGHT or self.HAS_MASK or self.HAS_BIAS
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class BlockConfig:
     """Tile sizes and launch options of one kernel."""
 
@@ -58,6 +59,7 @@ class BlockConfig:
     num_warps: int = 4
     num_stages: int = 2
     max_registers: int | None = None  # of a thread; so that two programs fit a multiprocessor
+    max_width: int | None = None  # columns of a piece of a tile, which is then read by pointers
 
     @property
     def options(self) -> dict[str, int]:
@@ -66,7 +68,7 @@ class BlockConfig:
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class KernelConfigs:
     """The block configurations of the three kernels that share a table entry."""
 
@@ -123,15 +125,39 @@ HALF_PRECISION = {
     },
 }
 
-# A float32 tile takes twice the room, and its exact products run on no tensor core.
-_FLOAT32_SMALL = {
-    64: _configs((64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
-    128: _configs((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
+# Columns of a piece where a product of float32 is three of TF32.  Tensor cores cut off what they
+# add instead of rounding it, so their sums are short, and then added in float32 (Ootomo and Yokota,
+# 2022, arXiv 2203.03341).  A forward tile has about as many keys as a piece has columns: o, and
+# delta with it, is then off to the same side as dp, and their difference keeps its digits.
+# Tiles have at most 32 rows, so that the products are those of a warp: of a warpgroup's, in kernels
+# of several pieces, Triton 3.6 and its ptxas leave descriptors unset.
+SPLIT_WIDTH = 64
+
+
+def _split(*config: int) -> BlockConfig:
+    return BlockConfig(*config, max_width=SPLIT_WIDTH)
+
+
+_FLOAT32_SPLIT = {
+    32: KernelConfigs(_split(32, 32, 4, 2), _split(32, 32, 4, 1), _split(32, 32, 4, 1)),
+    64: KernelConfigs(_split(32, 64, 4, 2), _split(32, 32, 4, 1), _split(32, 32, 4, 1)),
+    128: KernelConfigs(_split(32, 64, 8, 1), _split(32, 32, 8, 1), _split(32, 32, 8, 2)),
+    256: KernelConfigs(_split(32, 64, 8, 1), _split(16, 16, 4, 1), _split(16, 32, 8, 1)),
 }
-_FLOAT32_LARGE = _FLOAT32_SMALL | {256: _configs((32, 16, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1))}
-# 64 KiB do not hold the backward of a head_dim above 128
-FLOAT32 = dict.fromkeys(("hopper", "blackwell", "ampere"), _FLOAT32_LARGE)
-FLOAT32["portable"] = _FLOAT32_SMALL
+# with room for the next tile of K and V
+_FLOAT32_AHEAD = _FLOAT32_SPLIT | {
+    128: dataclasses.replace(_FLOAT32_SPLIT[128], forward=_split(32, 64, 8, 2))
+}
+FLOAT32 = {
+    "hopper": _FLOAT32_AHEAD,
+    "blackwell": _FLOAT32_AHEAD,
+    "ampere": _FLOAT32_SPLIT,
+    # exact products, on no tensor core; 64 KiB do not hold the backward of a head_dim above 128
+    "portable": {
+        64: _configs((64, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)),
+        128: _configs((32, 32, 4, 1), (16, 32, 4, 1), (32, 16, 4, 1)),
+    },
+}
 
 # (BLOCK_N, warps, stages) of the decode kernel, by generation and BLOCK_D: as many bytes of the
 # cache on their way at once as keep memory busy.  A float32 tile has half the keys.
@@ -163,15 +189,24 @@ def compute_capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def float32_precision(dtype: torch.dtype) -> str:
-    """Return "tf32" where torch's own float32 products on CUDA would use it, else "ieee".
+def allows_tf32(dtype: torch.dtype) -> bool:
+    """Say whether torch's own products of this dtype on CUDA would use TF32.
 
     ``torch.backends.cuda.matmul.fp32_precision`` reflects the older switches, ``allow_tf32`` and
     ``torch.set_float32_matmul_precision``, as well.
     """
-    if dtype != torch.float32:
-        return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def float32_precision(dtype: torch.dtype, capability: int) -> str:
+    """Return how ``tl.dot`` multiplies: "ieee", "tf32x3" or "tf32"; for half precision, "ieee".
+
+    Three TF32 products make one of float32 on tensor cores; docs/numerics.md says how exactly.
+    Older GPUs have no TF32, and Triton knows the three on NVIDIA's alone.
+    """
+    if allows_tf32(dtype):
+        return "tf32"
+    return "tf32x3" if dtype == torch.float32 and capability >= 80 else "ieee"
 
 
 def generation(capability: int) -> str:
@@ -186,12 +221,15 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def piece_widths(head_dim: int) -> tuple[int, ...]:
-    """Return the widths, powers of two, of the one or two pieces that hold ``head_dim`` columns.
+def piece_widths(head_dim: int, max_width: int | None = None) -> tuple[int, ...]:
+    """Return the widths, powers of two, of the pieces that hold ``head_dim`` columns.
 
-    80 columns are 64 + 16, not 128.  Up to 64 the exponentials take longer than the products, and
-    nothing is gained.
+    With a ``max_width`` there are as many as it takes; else one or two: 80 columns are 64 + 16, not
+    128.  Up to 64 the exponentials take longer than the products, and nothing is gained.
     """
+    if max_width is not None:
+        whole, rest = divmod(head_dim, max_width)
+        return (max_width,) * whole + ((padded_head_dim(rest),) if rest else ())
     padded = padded_head_dim(head_dim)
     first = padded // 2
     second = padded_head_dim(head_dim - first)
@@ -213,7 +251,7 @@ def configs_for(head_dim: int, dtype: torch.dtype, capability: int) -> KernelCon
     """Return the configurations of a head dim; None if it is larger than the table knows."""
     table = FLOAT32 if dtype == torch.float32 else HALF_PRECISION
     of_device = table[generation(capability)]
-    padded = of_device.get(max(64, padded_head_dim(head_dim)))
+    padded = of_device.get(max(min(of_device), padded_head_dim(head_dim)))
     return of_device.get(sum(piece_widths(head_dim)), padded)
 
 
@@ -224,10 +262,14 @@ def decode_config(
     of_device = DECODE[generation(capability)]
     block_n, num_warps, num_stages = of_device[max(64, padded_head_dim(head_dim))]
     block_m = min(DECODE_BLOCK_M, padded_head_dim(num_rows))
-    block_n = block_n // 2 if dtype == torch.float32 else block_n
+    max_width = None
+    if dtype == torch.float32:
+        block_n //= 2
+        if capability >= 80:
+            block_m, max_width = 16, SPLIT_WIDTH
     if is_paged:  # Triton halves the stages where addresses are themselves loaded
         num_stages = 2 * num_stages - 1
-    return BlockConfig(block_m, block_n, num_warps, num_stages)
+    return BlockConfig(block_m, block_n, num_warps, num_stages, max_width=max_width)
 
 
 def has_few_queries(dtype: torch.dtype, num_rows: int, seqlen_k: int) -> bool:

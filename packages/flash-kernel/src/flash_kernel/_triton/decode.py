@@ -87,6 +87,17 @@ def split_range(start, end, split, num_splits, smallest, SPEC: tl.constexpr):
     return first, tl.minimum(first + share, end)
 
 
+@triton.jit
+def query_offsets(
+    strides, batch, heads, rows, is_row, head_dim, FIRST: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Offsets and in-bounds mask of columns from FIRST on of a tile's queries."""
+    cols = FIRST + tl.arange(0, WIDTH)
+    offsets = batch * tl.cast(strides[0], tl.int64) + heads.to(tl.int64) * strides[1]
+    offsets = (offsets + rows.to(tl.int64) * strides[2])[:, None] + cols[None, :] * strides[3]
+    return offsets, is_row[:, None] & (cols < head_dim)[None, :]
+
+
 @triton.jit(
     do_not_specialize=["num_heads_k", "group", "seqlen_q", "num_new", "capacity", "max_pages",
                        "num_splits", "smallest", "left", "right"]
@@ -104,7 +115,7 @@ def flash_attention_decode_kernel(
     splits, and a split that sees nothing writes lse = -inf alone.
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
-    BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
+    WIDTHS: tl.constexpr = SPEC.WIDTHS
     HEAD_DIM: tl.constexpr = SPEC.HEAD_DIM
     HEAD_DIM_V: tl.constexpr = SPEC.HEAD_DIM_V
     num_parts = tl.cdiv(group * seqlen_q, BLOCK_M) * num_splits  # of one head's work
@@ -143,13 +154,16 @@ def flash_attention_decode_kernel(
     full_start = tl.maximum(full_start, start)
     full_end = tl.minimum(full_end, end)
 
-    cols = tl.arange(0, SPEC.BLOCK_D)
-    q += batch * tl.cast(q_strides[0], tl.int64)
-    q_rows = heads.to(tl.int64) * q_strides[1] + rows.to(tl.int64) * q_strides[2]
-    q_mask = is_row[:, None] & (cols < HEAD_DIM)[None, :]
-    q_i = tl.load(q + q_rows[:, None] + cols[None, :] * q_strides[3], mask=q_mask, other=0.0)
-    if INTERPRETED and q_i.dtype == tl.bfloat16:
-        q_i = q_i.to(tl.float32)
+    q_i = ()
+    for i in tl.static_range(len(WIDTHS)):
+        offsets, mask = query_offsets(
+            q_strides, batch, heads, rows, is_row, HEAD_DIM, i * tl.constexpr(WIDTHS[0]),
+            tl.constexpr(WIDTHS[i]),
+        )  # fmt: skip
+        piece = tl.load(q + offsets, mask=mask, other=0.0)
+        if INTERPRETED and piece.dtype == tl.bfloat16:
+            piece = piece.to(tl.float32)
+        q_i += (piece,)
     k_rows = cache_rows(
         k_cache, k_strides, batch, head_k, pages_ptr, max_pages, seqlen_k, HEAD_DIM, SPEC
     )
@@ -157,7 +171,7 @@ def flash_attention_decode_kernel(
         v_cache, v_strides, batch, head_k, pages_ptr, max_pages, seqlen_k, HEAD_DIM_V, SPEC
     )
     m_i, l_i, acc = attend_range(
-        (q_i,), k_rows, v_rows, rows[:, None], start, full_start, full_end, end, x, SPEC
+        q_i, k_rows, v_rows, rows[:, None], start, full_start, full_end, end, x, SPEC
     )
     if SPEC.HAS_SINKS:
         sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0)
@@ -166,12 +180,13 @@ def flash_attention_decode_kernel(
     denominator = tl.where(l_i == 0.0, 1.0, l_i)
     lse_i = (m_i * scale_log2 + tl.math.log2(denominator)) * LN_2
     tl.store(lse_ptr + lse_rows, lse_i, mask=is_row)
-    cols = tl.arange(0, BLOCK_DV)
-    o += split * tl.cast(o_split_stride, tl.int64) + batch * tl.cast(o_strides[0], tl.int64)
-    o_rows = heads.to(tl.int64) * o_strides[1] + rows.to(tl.int64) * o_strides[2]
-    o_mask = is_row[:, None] & (cols < HEAD_DIM_V)[None, :]
-    o_i = (acc[0] * (1.0 / denominator)[:, None]).to(o.dtype.element_ty)
-    tl.store(o + o_rows[:, None] + cols[None, :] * o_strides[3], o_i, mask=o_mask)
+    o += split * tl.cast(o_split_stride, tl.int64)
+    for i in tl.static_range(len(acc)):
+        offsets, mask = query_offsets(
+            o_strides, batch, heads, rows, is_row, HEAD_DIM_V, i * acc[0].shape[1], acc[i].shape[1]
+        )
+        o_i = acc[i] * (1.0 / denominator)[:, None]
+        tl.store(o + offsets, o_i.to(o.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_splits"])

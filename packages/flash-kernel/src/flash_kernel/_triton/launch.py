@@ -55,7 +55,7 @@ class Options(NamedTuple):
     """What a launch depends on besides its tensors."""
 
     variant: Variant
-    precision: str  # of float32 products, "ieee" or "tf32"
+    precision: str  # of float32 products, see `float32_precision`
     configs: KernelConfigs | None  # None: the table's
     use_descriptors: bool | None  # None: if the device and the tensors' alignment allow it
     num_sequences: int | None = None  # of packed tensors; None where they are not packed
@@ -113,7 +113,7 @@ def prepare_forward(
     lse = blank(lse_shape or q.shape[:-1], torch.float32, q.device)
     if lse.numel() == 0:
         return Forward((), o_like, lse)
-    precision = float32_precision(q.dtype)
+    precision = float32_precision(q.dtype, compute_capability(q.device))
     options = Options(variant, precision, configs, use_descriptors, num_sequences, view)
     launch = forward_launch(view(q), view(k), view(v), view(o), modifiers, options)
     return Forward((launch,), o_like, lse)
@@ -139,7 +139,7 @@ def redo_launch(
     view: View = as_it_is,
 ) -> PreparedLaunch:
     """Prepare to compute anew, in o and lse, the tiles of rows in which some row's lse is NaN."""
-    precision = float32_precision(q.dtype)
+    precision = float32_precision(q.dtype, compute_capability(q.device))
     options = Options(variant, precision, None, None, num_sequences, view, redoes=True)
     return forward_launch(q, k, v, o, PLAIN, options)
 
@@ -208,7 +208,8 @@ def prepare(
     if use_descriptors is None:
         # packed, how many rows there are says nothing of how many a sequence has
         takes = {"takes_short": spec.IS_PACKED, "is_forward": "do" not in tiled}
-        use_descriptors = can_use_descriptors(*tiled.values(), **takes)
+        is_whole = config.max_width is None
+        use_descriptors = is_whole and can_use_descriptors(*tiled.values(), **takes)
     spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors, IN_PIECES=not use_descriptors)
     describers: list[Describe | None] = [None] * (len(tiled) + num_buffers)
     describe = describe_packed_blocks if spec.IS_PACKED else describe_blocks
@@ -244,6 +245,7 @@ def kernel_spec(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         PRECISION=options.precision,
+        MAX_WIDTH=config.max_width,
         USE_DESCRIPTORS=False,
         PRESCALED=any(x is not None for x in changes_scores),
         HAS_LEFT=variant.left is not None,

@@ -12,6 +12,7 @@ from flash_kernel._triton.config import (
     STATISTICS_PADDING,
     BlockConfig,
     KernelConfigs,
+    compute_capability,
     float32_precision,
 )
 from flash_kernel._triton.launch import (
@@ -100,7 +101,7 @@ def prepare_backward(
     statistics = blank(
         (*q.shape[:2], 2, padded_rows(q.shape[2], num_sequences)), torch.float32, q.device
     )
-    precision = float32_precision(q.dtype)
+    precision = float32_precision(q.dtype, compute_capability(q.device))
     options = Options(variant, precision, configs, use_descriptors, num_sequences, view)
     has_rows, has_keys = statistics.numel() > 0, dk.numel() > 0
     return Backward(

@@ -136,7 +136,7 @@ def prepare_decode(
     if num_splits is None:
         capacity, _ = capacity_and_pages(k_cache, block_table)
         num_splits = default_splits(q, k_cache.shape[1], capacity, config.block_m)
-    options = Options(variant, float32_precision(q.dtype), None, use_descriptors=False)
+    options = Options(variant, float32_precision(q.dtype, capability), None, use_descriptors=False)
     # a prepared call is kept: it must not hold memory
     parts = blank((num_splits, *shape), torch.float32, q.device)
     lses = blank((num_splits, *lse.shape), torch.float32, q.device)
@@ -211,7 +211,10 @@ def decode_launch(
             LOG2_E if prescaled else scale * LOG2_E,
             *window_scalars(options),
             dataclasses.replace(
-                spec, PRESCALED=prescaled, PAGE_SIZE=page_size(k_cache, block_table)
+                spec,
+                PRESCALED=prescaled,
+                IN_PIECES=spec.MAX_WIDTH is not None,
+                PAGE_SIZE=page_size(k_cache, block_table),
             ),
         ),
         config.options,
