@@ -13,8 +13,9 @@ from flash_kernel import (
     flash_attention_with_kvcache,
 )
 from flash_kernel._triton import launch_decode
-from flash_kernel._triton.config import DECODE_BLOCK_M
+from flash_kernel._triton.config import DECODE_BLOCK_M, BlockConfig
 from flash_kernel.sequence_ops import cached_forward_appending_op, cached_forward_op
+from flash_kernel.variant import Variant
 
 NEEDS_COMPILER = pytest.mark.skipif(
     not torch.cuda.is_available() and shutil.which("g++") is None,
@@ -152,6 +153,19 @@ def test_every_number_of_splits_gives_the_same_values(
     )  # fmt: skip
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=2e-5)
+
+
+def test_rows_in_narrow_pieces_give_the_same_values(device):
+    q, k, v = (torch.randn(2, *shape, device=device) for shape in ((4, 1, 40), *[(2, 100, 40)] * 2))
+    seqlens, variant = torch.tensor([70, 100], dtype=torch.int32, device=device), Variant(0.3)
+    results = [
+        launch_decode.prepare_decode(
+            q, k, v, None, 0, variant, num_splits=2, config=BlockConfig(16, 32, max_width=max_width)
+        )(q, k, v, seqlens, None)
+        for max_width in (None, 16)
+    ]
+    for x, y in zip(*results, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=ON_GPU), torch.bfloat16])
