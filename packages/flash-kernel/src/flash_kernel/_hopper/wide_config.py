@@ -8,6 +8,10 @@ from flash_kernel._hopper.config import ForwardConfig
 # one of V
 DQ = ForwardConfig(block_n=64, stages=2, q_buffers=1)
 
+# Pieces of a tile of dk and dv, whatever the head dim: of (128, 64) the ptxas of Triton 3.6 makes a
+# kernel that takes an operand from an address nobody wrote; see docs/hopper-log.md
+KEYS_WIDTHS = (256,)
+
 # Key heads whose tiles are handed out in turn where the first tiles of a head take longest: many
 # even out what the last tiles leave idle, but their q and do are to stay in the L2 cache
 HEADS_TOGETHER = 24

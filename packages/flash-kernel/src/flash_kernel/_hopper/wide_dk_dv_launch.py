@@ -6,7 +6,6 @@ import torch
 import triton
 from torch import Tensor
 
-from flash_kernel._hopper.config import widths_of
 from flash_kernel._hopper.forward_spec import LOG2_E, Sizes, clipped
 from flash_kernel._hopper.launch import (
     OPTIONS,
@@ -15,7 +14,12 @@ from flash_kernel._hopper.launch import (
     describe_tiles,
     num_sms,
 )
-from flash_kernel._hopper.wide_config import BYTES_TOGETHER, HEADS_TOGETHER, KeysSpec
+from flash_kernel._hopper.wide_config import (
+    BYTES_TOGETHER,
+    HEADS_TOGETHER,
+    KEYS_WIDTHS,
+    KeysSpec,
+)
 from flash_kernel._hopper.wide_dk_dv import flash_attention_wide_dk_dv_kernel
 from flash_kernel._hopper.wide_dk_dv_tiles import Problem
 from flash_kernel._triton.launch_backward import padded_rows
@@ -45,7 +49,7 @@ def prepare_dk_dv(q: Tensor, k: Tensor, variant: Variant, view: View = as_it_is)
 def specify(sizes: Sizes, variant: Variant) -> KeysSpec:
     """Return what the kernel is compiled for."""
     return KeysSpec(
-        WIDTHS=widths_of(sizes.head_dim),
+        WIDTHS=KEYS_WIDTHS,
         HAS_LEFT=variant.left is not None,
         HAS_RIGHT=variant.right is not None,
     )

@@ -210,7 +210,10 @@ def prepare(
         takes = {"takes_short": spec.IS_PACKED, "is_forward": "do" not in tiled}
         is_whole = config.max_width is None
         use_descriptors = is_whole and can_use_descriptors(*tiled.values(), **takes)
-    spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors, IN_PIECES=not use_descriptors)
+    # of two pieces by columns, ptxas loses operands' addresses; see docs/tuning-log.md
+    by_rows = all(tensor.stride(-1) == 1 for tensor in tiled.values())
+    in_pieces = not use_descriptors and (by_rows or spec.MAX_WIDTH is not None)
+    spec = dataclasses.replace(spec, USE_DESCRIPTORS=use_descriptors, IN_PIECES=in_pieces)
     describers: list[Describe | None] = [None] * (len(tiled) + num_buffers)
     describe = describe_packed_blocks if spec.IS_PACKED else describe_blocks
     leading = [1, 1, 1] if spec.IS_PACKED else [1, 1]
