@@ -27,7 +27,7 @@ from flash_kernel._triton.config import BlockConfig
 from flash_kernel.variant import Variant
 
 TARGET = GPUTarget("cuda", 90, 32)
-POINTERS = {"dq_sum_ptr": "*fp32", "counters_ptr": "*i32"}
+POINTERS = {"dq_sum_ptr": "*fp32", "counters_ptr": "*i32", "marks_ptr": "*i32"}
 
 
 def descriptor_types(head_dim: int, spec: BackwardSpec) -> dict[str, str]:

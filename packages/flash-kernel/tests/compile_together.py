@@ -47,8 +47,8 @@ def main() -> None:
     spec = specify(q, q, Variant(0.125), is_deterministic=True)
     start = prepare_start(q, q, 0.125, spec, has_dlse=False)
     end = prepare_end(q, 0.125, spec)
-    of_start = (q, q, floats, None, floats, floats, counters)
-    of_end = (q, floats, floats, counters)
+    of_start = (q, q, floats, None, floats, floats, counters, None)
+    of_end = (q, floats, floats, counters, None)
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope():
         knobs.cache.dir = folder
         prepared.compile_together((start, of_start), (end, of_end))

@@ -167,10 +167,10 @@ def test_gradients_of_a_sequence_do_not_depend_on_its_batch(is_causal, head_dim)
         assert torch.equal(x[3:4], y)
 
 
-@pytest.mark.parametrize("head_dim", [192, 256])
+@MODES
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"window": (70, 9)}], ids=str)
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
-def test_nan_reaches_those_who_see_it_and_no_other(where, options, head_dim):
+def test_nan_reaches_those_who_see_it_and_no_other(where, options, deterministic, head_dim):
     """Where a result is not finite, it is computed anew, and exactly."""
     seqlen, position = 500, 290
     names = ("q", "k", "v", "do")
@@ -183,7 +183,8 @@ def test_nan_reaches_those_who_see_it_and_no_other(where, options, head_dim):
     visible = (distance <= right) & (distance >= -left)
     rows = torch.arange(seqlen) == position if where in ("q", "do") else visible[:, position]
     keys = visible[rows].any(0)
-    got, expected = (gradients(partial(attention, **options), *x.values()) for x in (dirty, clean))
+    fn = partial(attention, deterministic=deterministic, **options)
+    got, expected = (gradients(fn, *x.values()) for x in (dirty, clean))
     for x, y, reached in zip(got, expected, (rows, keys, keys), strict=True):
         untouched = ~reached.cuda()
         torch.testing.assert_close(x[:, :, untouched], y[:, :, untouched], rtol=2**-6, atol=2**-7)

@@ -183,7 +183,7 @@ def simulated_launch(seed, edits, ctas, together):
         problem = backward_launch.problem_of(q, k, variant, spec)._replace(heads_together=together)
         name = str(q.dtype).removeprefix("torch.")
 
-        def launch(q, k, v, do, dk, dv, statistics, dq_sum, _, counters):
+        def launch(q, k, v, do, dk, dv, statistics, dq_sum, _, counters, marks):
             queries, keys = ([1, 1, rows, spec.BLOCK_D] for rows in (spec.BLOCK_M, 64))
             dk_out, dv_out = (np.full(x.shape, np.nan, np.float32) for x in (dk, dv))
             sums = dq_sum.numpy()
@@ -202,6 +202,7 @@ def simulated_launch(seed, edits, ctas, together):
                     Descriptor(sums, [16, 256], "float32"),
                     Pointer(sums.reshape(-1)),
                     Pointer(counters.numpy()),
+                    Pointer(np.zeros(0) if marks is None else marks.numpy().reshape(-1)),
                     *map(Value, problem),
                     *(variant.scale, variant.scale * LOG2_E, spec),
                 ),
@@ -218,8 +219,12 @@ def simulated_launch(seed, edits, ctas, together):
 def simulate(
     monkeypatch, lengths, head_dim, variant, *, heads=(2, 2), dtype=torch.bfloat16, seed=0,
     is_deterministic=True, is_rotated=False, edits=None, ctas=3, together=2, by_tma=None,
+    nan_in=None,
 ):  # fmt: skip
-    """Return dq, dk and dv of the whole host path, the main kernel simulated, and the expected."""
+    """Return dq, dk and dv of the whole host path, the main kernel simulated, and the expected.
+
+    Row POSITION of ``nan_in`` holds a NaN that is not expected anywhere.
+    """
     torch.manual_seed(0)
     seqlen_q, seqlen_k = lengths
     q, k, v = (
@@ -232,6 +237,8 @@ def simulate(
     dlse = torch.randn(lse.shape).masked_fill(lse.isinf(), 0)
     finite = lse.masked_fill(lse.isinf(), 0)
     expected = torch.autograd.grad((o, finite), leaves, (do.double(), dlse.double()))
+    if nan_in is not None:
+        dict(zip(NAMES, (q, k, v, do), strict=True))[nan_in][..., POSITION, 3] = torch.nan
     prepare = simulated_launch(seed, edits, ctas, together)
     monkeypatch.setattr(backward_launch, "prepare_main", prepare)
     if is_rotated:
@@ -248,6 +255,43 @@ def simulate(
         is_deterministic=is_deterministic,
     )  # fmt: skip
     return results[:3], expected
+
+
+NAMES = ("q", "k", "v", "do")
+SEQLEN, POSITION = 150, 100
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "window", "is_deterministic", "where"),
+    [
+        (64, (1, 1), (None, 0), True, "q"),
+        (40, (1, 1), (30, 5), False, "v"),
+        (128, (2, 1), (None, 0), True, "k"),
+        (72, (1, 1), (30, 5), False, "do"),
+    ],
+    ids=str,
+)
+def test_nan_reaches_those_who_see_it_and_no_other(
+    monkeypatch, head_dim, heads, window, is_deterministic, where
+):
+    """Where a result is not finite, it is computed anew, and exactly."""
+    left, right = window
+    options = {
+        "variant": Variant(0.1, left, right), "heads": heads, "is_deterministic": is_deterministic,
+        "lengths": (SEQLEN, SEQLEN), "head_dim": head_dim, "dtype": torch.float16,
+    }  # fmt: skip
+    got, expected = simulate(monkeypatch, **options, nan_in=where)
+    distance = torch.arange(SEQLEN)[None, :] - torch.arange(SEQLEN)[:, None]  # key - row
+    visible = (distance <= right) & (distance >= -(SEQLEN if left is None else left))
+    rows = torch.arange(SEQLEN) == POSITION if where in ("q", "do") else visible[:, POSITION]
+    keys = visible[rows].any(0)
+    assert not rows.all()
+    for x, y, reached in zip(got, expected, (rows, keys, keys), strict=True):
+        x, y = x[:, :, ~reached].double(), y[:, :, ~reached]
+        torch.testing.assert_close(x, y, rtol=2**-7, atol=2**-7)
+    assert not got[0][:, :, rows].isfinite().flatten(2).all()
+    assert not got[1][:, :, keys].isfinite().flatten(2).all()
 
 
 def check(*arguments, **options):

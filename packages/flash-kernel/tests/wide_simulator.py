@@ -61,7 +61,8 @@ def simulated(
                     for x, block in zip(2 * arrays, blocks, strict=True)
                 ),
                 Descriptor(rows, [64], "float32") if reads_statistics_by_tma else Pointer(rows),
-                *(Pointer(x.numpy().reshape(-1)) for x in (marks, workspace)),
+                Pointer(np.zeros(0) if marks is None else marks.numpy().reshape(-1)),
+                Pointer(workspace.numpy().reshape(-1)),
                 *map(Value, numbers),
                 spec,
             ),

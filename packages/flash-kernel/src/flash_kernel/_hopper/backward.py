@@ -110,8 +110,19 @@ def store_tile(
 
 
 @gluon.jit
+def mark_keys(dk, head_k, col, marks_ptr, x):
+    """Mark 64 keys whose gradients are not finite, as what a hidden row holds may be why.
+
+    dk alone tells; see `wide_dk_dv_consumer.mark`.
+    """
+    if col < x.seqlen_k:
+        is_bad = gl.sum(gl.sum(dk, 1), 0) * 0.0 != 0.0
+        gl.store(marks_ptr + head_k * gl.cdiv(x.seqlen_k, 64) + col // 64, is_bad.to(gl.int32))
+
+
+@gluon.jit
 def consume(
-    W: gl.constexpr, dk_out, dv_out, dq_sum_ptr, scale, scale_log2, x, buffers, barriers,
+    W: gl.constexpr, dk_out, dv_out, dq_sum_ptr, marks_ptr, scale, scale_log2, x, buffers, barriers,
     SPEC: gl.constexpr,
 ):  # fmt: skip
     """Make dk and dv of 64 keys of each tile, and half of each block's dq."""
@@ -148,6 +159,8 @@ def consume(
         store_tile(
             dk * scale, dv, dk_out, dv_out, batch, head, col, parity, W, buffers, barriers, SPEC
         )
+        if SPEC.HIDES_PAIRS:  # while dk and dv leave
+            mark_keys(dk, head_k, col, marks_ptr, x)
         parity = parity ^ 1
         mbarrier.wait(barriers.k_full, parity)
         number = read_tile(buffers)
@@ -216,14 +229,15 @@ def make_buffers(q, k, v, do, statistics, dq_sum, SPEC: gl.constexpr):
     ]
 )  # fmt: skip
 def flash_attention_backward_kernel(
-    q, k, v, do, dk, dv, statistics, dq_sum, dq_sum_ptr, counters_ptr, num_heads_k, group,
-    seqlen_q, seqlen_k, num_blocks, heads_together, num_tiles, blocks_apart, left, right, scale,
-    scale_log2, SPEC: gl.constexpr,
+    q, k, v, do, dk, dv, statistics, dq_sum, dq_sum_ptr, counters_ptr, marks_ptr, num_heads_k,
+    group, seqlen_q, seqlen_k, num_blocks, heads_together, num_tiles, blocks_apart, left, right,
+    scale, scale_log2, SPEC: gl.constexpr,
 ):  # fmt: skip
     """Write dk and dv, and add dq to ``dq_sum``.
 
     ``q .. dv`` are descriptors over ``[B, H, rows, D]``, ``statistics`` and ``dq_sum`` over what
-    `backward_ends` made; ``counters`` are int32 zeros: the next tile, then the turns of the blocks.
+    `backward_ends` made; ``counters`` are int32 zeros: the next tile, then the turns of the blocks;
+    ``marks`` are int32 ``[B * H_kv, cdiv(seqlen_k, 64)]``, written if SPEC.HIDES_PAIRS.
     """
     x = Problem(
         num_heads_k, group, seqlen_q, seqlen_k, num_blocks, heads_together, num_tiles, blocks_apart,
@@ -235,15 +249,19 @@ def flash_attention_backward_kernel(
     # a constexpr stays one only in tuples that are written inside the call
     if SPEC.DQ_BY_TMA:
         gl.warp_specialize([
-            (consume, (0, dk, dv, dq_sum_ptr, scale, scale_log2, x, buffers, barriers, SPEC)),
-            (consume, (1, dk, dv, dq_sum_ptr, scale, scale_log2, x, buffers, barriers, SPEC)),
+            (consume, (0, dk, dv, dq_sum_ptr, marks_ptr, scale, scale_log2, x, buffers, barriers,
+                       SPEC)),
+            (consume, (1, dk, dv, dq_sum_ptr, marks_ptr, scale, scale_log2, x, buffers, barriers,
+                       SPEC)),
             (produce, (q, k, v, do, statistics, counters_ptr, x, buffers, barriers, SPEC)),
             (reduce_dq, (0, dq_sum, turns_ptr, x, buffers, barriers, SPEC)),
             (reduce_dq, (1, dq_sum, turns_ptr, x, buffers, barriers, SPEC)),
         ], [4, 1, 1, 1], [240, 24, 24, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, dk, dv, dq_sum_ptr, scale, scale_log2, x, buffers, barriers, SPEC)),
-            (consume, (1, dk, dv, dq_sum_ptr, scale, scale_log2, x, buffers, barriers, SPEC)),
+            (consume, (0, dk, dv, dq_sum_ptr, marks_ptr, scale, scale_log2, x, buffers, barriers,
+                       SPEC)),
+            (consume, (1, dk, dv, dq_sum_ptr, marks_ptr, scale, scale_log2, x, buffers, barriers,
+                       SPEC)),
             (produce, (q, k, v, do, statistics, counters_ptr, x, buffers, barriers, SPEC)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -28,9 +28,14 @@ class BackwardSpec:
         return 2 if self.IS_ROTATED else 1
 
     @property
+    def HIDES_PAIRS(self) -> bool:
+        """Whether a row may be kept from a key."""
+        return self.HAS_LEFT or self.HAS_RIGHT
+
+    @property
     def IS_MASKED(self) -> bool:
         """Whether some query blocks need the mask."""
-        return self.HAS_LEFT or self.HAS_RIGHT or self.HAS_TAIL
+        return self.HIDES_PAIRS or self.HAS_TAIL
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,19 @@ from flash_kernel._triton.primitives import INF, LOG2_E
 from flash_kernel._triton.tiles import load_piece, rows_of, store_piece
 
 
-@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_blocks"])
+@triton.jit(do_not_specialize=["num_heads", "seqlen_q", "padded_q", "num_blocks"])
 def flash_attention_backward_start_kernel(
-    o, do, lse_ptr, dlse_ptr, statistics_ptr, dq_sum_ptr, counters_ptr, o_strides, do_strides,
-    num_heads, seqlen_q, num_blocks, head_dim, scale, HAS_DLSE: tl.constexpr,
-    SPEC: tl.constexpr,
+    o, do, lse_ptr, dlse_ptr, statistics_ptr, dq_sum_ptr, counters_ptr, portable_ptr, o_strides,
+    do_strides, num_heads, seqlen_q, padded_q, num_blocks, head_dim, scale,
+    HAS_DLSE: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Write the statistics of each row, and clear what the backward adds to.
 
     statistics  float32 [B * H, blocks, 2, BLOCK_M]: -lse, and -delta = dlse - rowsum(do * o)
     dq_sum      float32 [B * H, blocks, SUMS, BLOCK_M * BLOCK_D]; left alone if SPEC.IS_ORDERED
     counters    int32 [1 + B * H * blocks * SUMS]: the next tile, and the turns of the blocks
+    portable    float32 [B * H, 2, padded_q]: lse and delta as `_triton.row_statistics` has them,
+                for the tiles that are done again; if SPEC.HIDES_PAIRS
 
     -lse is in units of log2 (it is added to scale_log2 * s), or divided by scale where it starts
     the accumulator of s.  Rows past the end, and rows that saw no key, get -inf: their p is 0, and
@@ -52,6 +54,15 @@ def flash_attention_backward_start_kernel(
     statistics_ptr += block_row * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
     tl.store(statistics_ptr, lse * unit)
     tl.store(statistics_ptr + BLOCK_M, minus_delta)
+    if SPEC.HIDES_PAIRS:
+        portable_ptr += batch_head.to(tl.int64) * 2 * padded_q + rows
+        tl.store(portable_ptr, lse)
+        tl.store(portable_ptr + padded_q, -minus_delta)
+        # the padding may end a block later
+        later = rows + BLOCK_M
+        is_padding = (later >= num_blocks * BLOCK_M) & (later < padded_q)
+        tl.store(portable_ptr + BLOCK_M, tl.full([BLOCK_M], INF, tl.float32), mask=is_padding)
+        tl.store(portable_ptr + padded_q + BLOCK_M, tl.zeros_like(lse), mask=is_padding)
     if SPEC.IS_ORDERED:
         for index in tl.static_range(SUMS):
             tl.store(counters_ptr + 1 + block_row * SUMS + index, 0)
@@ -64,13 +75,15 @@ def flash_attention_backward_start_kernel(
 
 @triton.jit(do_not_specialize=["num_heads", "seqlen_q", "num_blocks"])
 def flash_attention_backward_end_kernel(
-    dq, statistics_ptr, dq_sum_ptr, counters_ptr, dq_strides, num_heads, seqlen_q, num_blocks,
-    head_dim, scale, SPEC: tl.constexpr,
+    dq, statistics_ptr, dq_sum_ptr, counters_ptr, marks_ptr, dq_strides, num_heads, seqlen_q,
+    num_blocks, head_dim, scale, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Write dq = scale * sum, bringing the sums' order of registers into rows and columns.
 
     Rows that saw no key have dq = 0; where no row of a block saw one, the sum was never written.
-    Of two sums one may have no terms: its counter says so.
+    Of two sums one may have no terms: its counter says so.  If SPEC.HIDES_PAIRS, mark each 64 rows
+    whose dq is not finite, as what a hidden key holds may be why: ``marks`` are int32
+    ``[B * H, cdiv(seqlen_q, 64)]``.
     """
     BLOCK_M: tl.constexpr = SPEC.BLOCK_M
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
@@ -95,4 +108,11 @@ def flash_attention_backward_end_kernel(
     rows = rows_of(
         dq, dq_strides, batch_head // num_heads, batch_head % num_heads, 0, seqlen_q, head_dim, SPEC
     )
+    if SPEC.HIDES_PAIRS:
+        TILES: tl.constexpr = BLOCK_M // 64
+        tiles = block * TILES + tl.arange(0, TILES)
+        is_bad = tl.sum(tl.reshape(tl.sum(total, 1), [TILES, 64]), 1) * 0.0 != 0.0
+        num_tiles = tl.cdiv(seqlen_q, 64)
+        marks_ptr += batch_head.to(tl.int64) * num_tiles + tiles
+        tl.store(marks_ptr, is_bad.to(tl.int32), mask=tiles < num_tiles)
     store_piece(rows, total, block * BLOCK_M, 0, SPEC)

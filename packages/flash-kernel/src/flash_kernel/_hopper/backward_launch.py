@@ -1,4 +1,4 @@
-"""Host side of the Hopper backward: outputs, workspaces, arguments, three launches."""
+"""Host side of the Hopper backward: outputs, workspaces, arguments, three launches or five."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,9 @@ from flash_kernel._hopper.launch import (
     describe_tiles,
     num_sms,
 )
+from flash_kernel._hopper.redo import Redo, prepare_redo
 from flash_kernel._triton.launch import NO_EXTRAS
+from flash_kernel._triton.launch_backward import padded_rows
 from flash_kernel._triton.prepared import (
     Describe,
     PreparedLaunch,
@@ -47,13 +49,18 @@ SMALL = {"num_warps": 4}  # of the kernels before and after
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The backward of tensors of one layout, prepared: three launches; see the portable one."""
+    """The backward of tensors of one layout, prepared: three launches; see the portable one.
+
+    Where a row may be kept from keys, two more do again what is not finite.
+    """
 
     start: PreparedLaunch
     main: PreparedLaunch
     end: PreparedLaunch
+    redo: Redo | None
     copies_do: bool  # do has to be copied to where it is contiguous and aligned
     statistics: Tensor  # what the launches leave for each other is like these: row statistics,
+    portable: Tensor  # the portable kernels' [B, H, 2, padded M],
     sums: Tensor  # sums of dq,
     counters: Tensor  # and counters
 
@@ -73,22 +80,30 @@ class Backward:
         The caching allocator keeps memory to its stream, and to its graph while one is captured:
         so no two backwards that may overlap share a counter.
         """
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        gradients = Gradients(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        dq, dk, dv = gradients[:3]
         lse = lse.contiguous()
         dlse = lse if dlse is None else dlse.contiguous()
         if self.copies_do:
             do = copied(do)
         statistics, sums = torch.empty_like(self.statistics), torch.empty_like(self.sums)
         counters = torch.empty_like(self.counters)
-        of_start = (o, do, lse, dlse, statistics, sums, counters)
-        of_main = (q, k, v, do, dk, dv, statistics, sums, sums, counters)
-        of_end = (dq, statistics, sums, counters)
+        portable, marks_k, marks_q, redone = None, None, None, []
+        if self.redo is not None:
+            portable = torch.empty_like(self.portable)
+            marks_k, marks_q = self.redo.empty_marks()
+            redone = self.redo.launches((q, k, v, do), gradients, portable, marks_k, marks_q)
+        launches: list[tuple[PreparedLaunch, tuple[Tensor | None, ...]]] = [
+            (self.start, (o, do, lse, dlse, statistics, sums, counters, portable)),
+            (self.main, (q, k, v, do, dk, dv, statistics, sums, sums, counters, marks_k)),
+            (self.end, (dq, statistics, sums, counters, marks_q)),
+            *redone,
+        ]
         if self.main.compiled is None:
-            compile_together((self.start, of_start), (self.main, of_main), (self.end, of_end))
-        self.start(*of_start)
-        self.main(*of_main)
-        self.end(*of_end)
-        return Gradients(dq, dk, dv)
+            compile_together(*launches)
+        for launch, tensors in launches:
+            launch(*tensors)
+        return gradients
 
 
 def no_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
@@ -135,7 +150,7 @@ def prepare_backward(
     """
     if q.numel() == 0 or k.numel() == 0:
         return no_gradients
-    dq = view(torch.empty_like(q))
+    gradients = Gradients(*(view(torch.empty_like(x)) for x in (q, k, v)))
     q, k, v, o, do = map(view, (q, k, v, o, do))
     check_backward_layout(q, k, v)
     # a gradient comes as autograd made it, often expanded or transposed; the caller cannot help it
@@ -148,9 +163,11 @@ def prepare_backward(
     return Backward(
         prepare_start(o, do, variant.scale, spec, has_dlse=has_dlse),
         prepare_main(q, k, variant, spec, view),
-        prepare_end(dq, variant.scale, spec),
+        prepare_end(gradients.dq, variant.scale, spec),
+        prepare_redo((q, k, v, do), gradients, variant, view) if spec.HIDES_PAIRS else None,
         copies_do,
         statistics=blank([2 * rows], torch.float32, q.device),
+        portable=blank((batch, num_heads, 2, padded_rows(seqlen_q, None)), torch.float32, q.device),
         sums=blank([spec.SUMS * rows * spec.BLOCK_D // 256, 256], torch.float32, q.device),
         counters=blank([1 + spec.SUMS * blocks], torch.int32, q.device),
     )
@@ -182,12 +199,12 @@ def prepare_start(
     """Prepare the row statistics: one program per head and query block."""
     batch, num_heads, seqlen_q, head_dim = o.shape
     num_blocks = triton.cdiv(seqlen_q, spec.BLOCK_M)
-    constants = (o.stride(), do.stride(), num_heads, seqlen_q, num_blocks, head_dim, scale)
+    sizes = (num_heads, seqlen_q, padded_rows(seqlen_q, None), num_blocks, head_dim)
     return PreparedLaunch(
         flash_attention_backward_start_kernel,
         (batch * num_heads * num_blocks, 1),
-        [None] * 7,
-        (*constants, has_dlse, spec),
+        [None] * 8,
+        (o.stride(), do.stride(), *sizes, scale, has_dlse, spec),
         SMALL,
     )
 
@@ -199,7 +216,7 @@ def prepare_end(dq: Tensor, scale: float, spec: BackwardSpec) -> PreparedLaunch:
     return PreparedLaunch(
         flash_attention_backward_end_kernel,
         (batch * num_heads * num_blocks, 1),
-        [None] * 4,
+        [None] * 5,
         (dq.stride(), num_heads, seqlen_q, num_blocks, head_dim, scale, spec),
         SMALL,
     )
@@ -213,7 +230,7 @@ def prepare_main(
     return Launch(
         flash_attention_backward_kernel,
         (min(problem.num_tiles, num_sms(q.device)), 1),
-        (*describers(q.dtype, spec, view), None, None),
+        (*describers(q.dtype, spec, view), None, None, None),
         (*problem, variant.scale, variant.scale * LOG2_E, spec),
         OPTIONS,
     )
