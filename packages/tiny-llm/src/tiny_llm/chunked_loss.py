@@ -48,9 +48,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        # written piece by piece: if each piece added to one sum, the compiler would make a single
-        # kernel of the additions and, to feed it, the logits of all pieces before their gradients
-        losses = torch.zeros(len(targets), device=hidden.device, dtype=wide)
+        total = torch.zeros((), device=hidden.device, dtype=wide)
         w = weight.to(dtype)  # [V, d]
         wants_gradients = any(ctx.needs_input_grad)
         dweight = torch.zeros_like(weight, dtype=wide) if wants_gradients else None
@@ -63,8 +61,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             counted = labels != IGNORED
             index = labels.where(counted, 0)[:, None]
             lse = torch.logsumexp(logits, dim=-1, keepdim=True)  # [C, 1]
-            surprise = (lse - logits.gather(1, index)).squeeze(1)
-            losses[part] = surprise.where(counted, 0)
+            losses = (lse - logits.gather(1, index)).squeeze(1)
+            total = total + losses.where(counted, 0).sum()
             if dweight is not None:
                 # compared, not scattered: the compiler then makes all of it in one pass
                 dlogits = (logits - lse).exp().add(ids == index, alpha=-1)
@@ -73,8 +71,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 dweight = dweight + dlogits.T @ x
         if dweight is not None:
             ctx.save_for_backward(torch.cat(dhidden), dweight.to(weight.dtype))
-        # no view: the graph of torch 2.11 gives no gradient to an output that is another's alias
-        return losses.sum()
+        # as it is: the graph of torch 2.11 gives no gradient to an output that is another's alias
+        return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
