@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import triton
+from machine_code import disassemble, lost_operands
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -136,6 +137,7 @@ def inspect_cuda(compiled: Any, capability: int) -> dict[str, Any]:
         "registers": int(re.search(r"Used (\d+) registers", log)[1]),
         "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", log)[1]),
         "serialized": "serializ" in log,
+        "lost_operands": lost_operands(disassemble(compiled.asm["cubin"], TOOLS)),
         "opcodes": dict(opcodes),
         "tensor_core_ops": len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
                                           compiled.asm["ptx"])),

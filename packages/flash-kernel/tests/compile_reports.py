@@ -22,6 +22,8 @@ def compile_reports(script, *options):
     )
     assert result.returncode == 0, result.stderr
     reports = [json.loads(line) for line in result.stdout.splitlines()]
+    lost = [report for report in reports if report.get("lost_operands")]
+    assert not lost, f"products read from addresses nobody wrote, see machine_code.py: {lost}"
     expected = os.environ.get("FLASH_KERNEL_EXPECT_TRITON")
     assert expected is None or {report["triton"] for report in reports} == {expected}
     return reports

