@@ -3,7 +3,8 @@
 A warpgroup's product takes its operands' addresses in shared memory from uniform registers.  The
 ptxas of Triton 3.6 has lost some where it needed more of them than there are: the kernel then reads
 what another path, or another purpose, left in the register (docs/tuning-log.md).  So each address
-is followed back through copies, additions and the stack to whatever first made it.
+is followed back through copies, additions and the stack to what made it: whatever else computes in
+uniform registers is taken to make an address.  Branches to computed places are not followed.
 """
 
 import re
@@ -54,8 +55,9 @@ def disassemble(cubin: bytes, tools: Path) -> str:
 def lost_operands(listing: str) -> list[str]:
     """Return the addresses of the products of a listing some operand of which nobody wrote."""
     code, before = parse(listing)
-    lost, seen = set(), set()
+    lost = set()
     for index, instruction in enumerate(code):
+        seen: set[tuple[int, str]] = set()
         pending = [(index, place) for place in product_operands(instruction)]
         while pending:
             at, place = pending.pop()
@@ -65,7 +67,7 @@ def lost_operands(listing: str) -> list[str]:
             for source in writers(code, before, at, place):
                 if source is None or code[source].name in NO_ADDRESS:
                     lost.add(instruction.address)
-                elif source is not None:
+                else:
                     pending += [(source, x) for x in taken_from(code[source], place)]
     return sorted(lost)
 

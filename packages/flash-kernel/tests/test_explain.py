@@ -31,6 +31,7 @@ def test_explain_needs_no_gpu_to_say_what_one_would_run():
         ({"trained": ["alibi_slopes"]}, "reference", "autograd", "backward='dense'"),
         ({"window": (64, 0)}, "hopper", "hopper", "impl='mock'"),
         ({"softcap": 30.0}, "hopper", "triton", "backward='hopper'"),
+        ({"softcap": 1000.1}, "triton", "triton", "impl='hopper'"),
         ({"dtype": torch.float32}, "triton", "triton", "impl='hopper'"),
         ({"capability": 100}, "triton", "triton", "impl='hopper'"),
         ({"backward": "compiled"}, "hopper", "compiled", None),

@@ -290,6 +290,9 @@ def hopper_lacks(request: Request, option: str) -> str | None:
         return f"has no {', '.join(sorted(request.modifiers))}"
     if option == "backward" and request.variant.softcap is not None:
         return "has no softcap"
+    softcap = request.variant.softcap
+    if softcap is not None and softcap > hopper.LARGEST_SOFTCAP:
+        return f"needs `softcap` to be at most {hopper.LARGEST_SOFTCAP}, got {softcap}"
     if request.variant.scale < hopper.SMALLEST_SCALE:
         return f"needs `scale` to be at least {hopper.SMALLEST_SCALE}, got {request.variant.scale}"
     longest = max(request.seqlen_q, request.seqlen_k)

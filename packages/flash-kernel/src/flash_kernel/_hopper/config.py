@@ -19,6 +19,8 @@ AUTO_SOFTCAP = True
 # than for two with them, and the GPU hardly any.
 FEW_ROWS = 256
 SMALLEST_SCALE = 1e-30  # the running maximum is that of unscaled scores: a scale must be positive
+# the forward's tanh loses digits of scores that are small beside the softcap: 1e-4 at this one
+LARGEST_SOFTCAP = 1000.0
 # all are padded to one of a few widths; the copy engine takes rows in multiples of 16 bytes
 HEAD_DIMS = range(8, 257, 8)
 WIDEST_FUSED = 128  # up to here one kernel makes dq, dk and dv; above, dk and dv fill its registers
