@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import triton
-from compile_kernels import compile_one, inspect_cuda, order_of_steps
+from compile_kernels import compile_one, inspect_cuda
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -74,7 +74,6 @@ def main() -> None:
     compiled = compile_backward(options.head_dim, spec)
     report = inspect_cuda(compiled, 90)
     report |= {"triton": triton.__version__, "shared_bytes": compiled.metadata.shared}
-    report["order"] = order_of_steps(compiled.asm["cubin"])
     print(json.dumps(report))
 
 

@@ -9,11 +9,12 @@ process in which Triton interprets cannot compile.
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
-from compile_kernels import compile_one, inspect_cuda, order_of_steps
+from compile_kernels import compile_one, inspect_cuda
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -26,7 +27,13 @@ from flash_kernel._hopper.wide_dk_dv_launch import describers as dk_dv_describer
 from flash_kernel._hopper.wide_dk_dv_launch import specify
 from flash_kernel._hopper.wide_dq import flash_attention_wide_dq_kernel
 from flash_kernel._hopper.wide_dq_launch import dq_describers, dq_spec
-from flash_kernel._triton.config import HALF_PRECISION, KernelSpec, piece_widths
+from flash_kernel._triton.config import (
+    KernelSpec,
+    configs_for,
+    padded_head_dim,
+    takes_pieces,
+)
+from flash_kernel._triton.launch_backward import MARKED_ROWS
 from flash_kernel._triton.prepared import Describe
 from flash_kernel._triton.redo_backward import (
     flash_attention_dk_dv_redo_kernel,
@@ -81,12 +88,16 @@ def compile_hopper(name: str, head_dim: int, variant: Variant) -> Any:
 
 def compile_redo(name: str, head_dim: int, variant: Variant) -> Any:
     """Compile the portable kernel that follows."""
-    configs = HALF_PRECISION["hopper"][256]
-    config = configs.dq if name == "dq" else configs.dk_dv  # tiles of as many rows as share a mark
-    in_pieces = len(piece_widths(head_dim)) > 1
+    configs = configs_for(head_dim, torch.bfloat16, 90)
+    # tiles of as many rows, or keys, as share a mark
+    kernel, config = flash_attention_dq_redo_kernel, replace(configs.dq, block_m=MARKED_ROWS)
+    if name == "dk_dv":
+        kernel = flash_attention_dk_dv_redo_kernel
+        config = replace(configs.dk_dv, block_n=MARKED_ROWS)
+    in_pieces = takes_pieces(head_dim, is_forward=False)
     spec = KernelSpec(
         *[head_dim] * 2,
-        *[256] * 2,
+        *[padded_head_dim(head_dim)] * 2,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         PRECISION="ieee",
@@ -95,8 +106,7 @@ def compile_redo(name: str, head_dim: int, variant: Variant) -> Any:
         HAS_RIGHT=variant.right is not None,
         HAS_LEFT=variant.left is not None,
     )
-    kernels = {"dq": flash_attention_dq_redo_kernel, "dk_dv": flash_attention_dk_dv_redo_kernel}
-    return compile_one(kernels[name], spec, config, TARGET, "bf16")
+    return compile_one(kernel, spec, config, TARGET, "bf16")
 
 
 def main() -> None:
@@ -113,7 +123,6 @@ def main() -> None:
     compiled = compile_kernel(options.kernel, options.head_dim, variant)
     report = inspect_cuda(compiled, 90)
     report |= {"triton": triton.__version__, "shared_bytes": compiled.metadata.shared}
-    report["order"] = order_of_steps(compiled.asm["cubin"])
     print(json.dumps(report))
 
 

@@ -64,12 +64,8 @@ SASS_OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", re.
 STEP = re.compile(r"(HGMMA)|MUFU\.(EX2)|WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)")
 
 
-def order_of_steps(cubin: bytes) -> str:
+def order_of_steps(sass: str) -> str:
     """Return the products, exponentials and waits in the order of the instructions."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(cubin)
-        command = [str(TOOLS / "cuobjdump"), "-sass", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     names = ["".join(found) for found in STEP.findall(sass)]
     runs = ((name, len(list(same))) for name, same in groupby(names))
     return " ".join(f"wait<={name}" if name.isdigit() else f"{n}x{name}" for name, n in runs)
@@ -114,7 +110,7 @@ def compile_one(
 
 
 def inspect_cuda(compiled: Any, capability: int) -> dict[str, Any]:
-    """Return registers, spills and instruction counts of a kernel compiled for an NVIDIA GPU."""
+    """Return registers, spills and instructions of a kernel compiled for an NVIDIA GPU."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     arch = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
@@ -125,20 +121,14 @@ def inspect_cuda(compiled: Any, capability: int) -> dict[str, Any]:
         log = subprocess.run(
             [*command, "-o", f"{ptx}.cubin"], capture_output=True, text=True, check=True
         ).stderr
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(compiled.asm["cubin"])
-        sass = subprocess.run(
-            [str(TOOLS / "cuobjdump"), "-sass", str(cubin)], capture_output=True, text=True
-        ).stdout
-    opcodes = Counter(
-        re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\w+)", sass, re.MULTILINE)
-    )
+    sass = disassemble(compiled.asm["cubin"], TOOLS)
     return {
         "registers": int(re.search(r"Used (\d+) registers", log)[1]),
         "spilled_bytes": int(re.search(r"(\d+) bytes spill stores", log)[1]),
         "serialized": "serializ" in log,
-        "lost_operands": lost_operands(disassemble(compiled.asm["cubin"], TOOLS)),
-        "opcodes": dict(opcodes),
+        "lost_operands": lost_operands(sass),
+        "order": order_of_steps(sass),
+        "opcodes": dict(Counter(SASS_OPCODE.findall(sass))),
         "tensor_core_ops": len(re.findall(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma",
                                           compiled.asm["ptx"])),
         "split_factors": compiled.asm["ptx"].count("cvt.rna.tf32"),

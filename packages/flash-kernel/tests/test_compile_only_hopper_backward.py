@@ -87,6 +87,15 @@ def test_products_of_dk_and_dv_are_in_flight_together_and_registers_suffice(opti
     assert report["opcodes"]["UTMASTG"] > 0, "dk and dv leave by TMA"
 
 
+@pytest.mark.parametrize(("kernel", "head_dim"), [("dq", 128), ("dq", 192), ("dk_dv", 192)])
+def test_marked_tiles_of_gradients_are_redone_by_kernels_that_fit(kernel, head_dim):
+    options = ("--kernel", kernel, "--head-dim", str(head_dim), "--causal", "--redo")
+    report = compile_backward(*options, script="compile_hopper_wide.py")
+    assert not report["serialized"], "the compiler ends each product before the next"
+    assert report["shared_bytes"] <= SHARED_BYTES
+    assert report["opcodes"]["HGMMA"] > 0
+
+
 def test_kernels_of_one_call_are_compiled_in_threads_and_found_at_the_launch():
     (report,) = compile_reports("compile_together.py")
     assert report["in_main_thread"] == [False, False]
